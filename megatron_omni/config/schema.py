@@ -1,0 +1,196 @@
+"""Every setting of a run: its name, type, default and meaning. The flags and the reference page come from here."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class ModelConfig:
+    """Which model, and how its blocks are computed."""
+
+    model: str = "qwen_image"
+    """Model family: a registered name or a 'package.module:attribute' path."""
+    model_path: str = ""
+    """Hugging Face (diffusers) folder with the weights to start from, the text encoder and the VAE."""
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Backend of linear and norm layers; auto takes Transformer Engine where it is installed."""
+    bf16: bool = False
+    """Compute in bfloat16 with float32 master weights; otherwise float32 throughout."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Activation recomputation: full recomputes whole layers, selective the attention cores."""
+    recompute_num_layers: int = 1
+    """Layers in one recomputed chunk, with full recomputation."""
+    batch_invariant: bool = False
+    """Run samples one by one, so that replay is exact for every micro-batch size. Slower; see the docs."""
+
+
+@dataclass
+class ParallelConfig:
+    """How the model is spread over processes. Data parallelism takes what is left."""
+
+    tensor_model_parallel_size: int = 1
+    """Processes that share each layer's matrices."""
+    sequence_parallel: bool = False
+    """Also split activations along the sequence between those processes."""
+    distributed_timeout_minutes: float = 10.0
+    """A process that hears nothing from its peers for so long ends with an error."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """The policy-gradient algorithm and its constants."""
+
+    algorithm: str = "flow_grpo"
+    """Algorithm: a registered name or a 'package.module:attribute' path."""
+    clip_range: float = 1e-4
+    """Clip range ε of the probability ratio."""
+    adv_clip_max: float = 5.0
+    """Advantages are clamped to ± this value."""
+    global_std: bool = False
+    """Divide advantages by the standard deviation of the whole batch instead of the group's."""
+    kl_coefficient: float = 0.0
+    """Weight β of the KL penalty to the initial weights; 0 keeps no reference copy."""
+    updates_per_iteration: int = 1
+    """Optimizer steps an iteration; each takes an equal share of the samples."""
+
+
+@dataclass
+class RolloutConfig:
+    """How samples are drawn."""
+
+    rollout_engine: str = "megatron"
+    """Rollout engine: a registered name or a 'package.module:attribute' path."""
+    rollout_batch_size: int = 16
+    """Prompts an iteration, over all processes."""
+    n_samples_per_prompt: int = 16
+    """Samples of each prompt: the size of a group."""
+    height: int = 512
+    """Image height in pixels."""
+    width: int = 512
+    """Image width in pixels."""
+    num_inference_steps: int = 10
+    """Denoising steps while training."""
+    true_cfg_scale: float = 1.0
+    """Classifier-free guidance scale; 1 is off. Training takes gradients through both branches."""
+    negative_prompt: str = " "
+    """Prompt of the unguided branch."""
+    sde_type: Literal["sde", "dance", "cps"] = "sde"
+    """Kind of the stochastic step."""
+    noise_level: float = 0.7
+    """Noise level η of the stochastic step."""
+    sde_window_size: int = 0
+    """Stochastic steps in a group's window; 0 makes all steps but the last stochastic."""
+    sde_window_range: tuple[int, int] | None = None
+    """First and last-plus-one step a window may cover; by default all steps but the last."""
+    timestep_fraction: float = 1.0
+    """Random share of a group's stochastic steps that is trained."""
+
+
+@dataclass
+class RewardConfig:
+    """How samples are scored."""
+
+    reward: str = "ocr"
+    """Reward: a registered name or a 'package.module:attribute' path."""
+    eval_reward: str | None = None
+    """A second reward, logged at each evaluation and never trained on."""
+    reward_workers: int = 1
+    """Scoring processes on each host process; they overlap with sampling."""
+    reward_timeout: float = 60.0
+    """Seconds one batch may take to score before its samples count as failed."""
+
+
+@dataclass
+class DataConfig:
+    """Prompts (and images, for supervised training)."""
+
+    train_data: str = ""
+    """Training set: a text file with a prompt a line, or .jsonl rows with "prompt" and metadata."""
+    eval_data: str = ""
+    """Held-out set in the same form; empty for no evaluation."""
+
+
+@dataclass
+class OptimizerConfig:
+    """Adam on float32 master weights, with warm-up and decay."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the decay after warm-up."""
+    lr_warmup_iters: int = 0
+    """Iterations of linear warm-up from zero."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, on matrices only."""
+    adam_beta1: float = 0.9
+    """First-moment decay."""
+    adam_beta2: float = 0.999
+    """Second-moment decay."""
+    adam_eps: float = 1e-8
+    """Adam's ε."""
+    clip_grad: float = 1.0
+    """Global gradient norm is clipped to this; 0 is off."""
+
+
+@dataclass
+class TrainingConfig:
+    """The loop."""
+
+    train_iters: int = 100
+    """Iterations of rollout, reward and update."""
+    micro_batch_size: int = 16
+    """Samples in one forward pass, while sampling and while training: sharing it makes replay exact."""
+    seed: int = 0
+    """Seed of everything random."""
+    eval_interval: int = 10
+    """Iterations between evaluations."""
+    eval_samples: int = 128
+    """Held-out prompts in an evaluation."""
+
+
+@dataclass
+class CheckpointConfig:
+    """Training checkpoints."""
+
+    save: str = ""
+    """Folder for checkpoints; by default checkpoints/ in the run's folder."""
+    load: str = ""
+    """Folder to resume from. If it holds no checkpoint yet, the run starts from model_path."""
+    save_interval: int = 0
+    """Iterations between checkpoints; 0 saves only at the end."""
+    export_hf: str = ""
+    """Folder for the final model in Hugging Face form; empty for none."""
+
+
+@dataclass
+class LoggingConfig:
+    """What is written where."""
+
+    run_name: str = "run"
+    """Name of the run; its folder is OUTPUT_DIR/RUN_NAME."""
+    output_dir: str = "runs"
+    """Folder that holds runs."""
+    sample_images: int = 16
+    """Fixed held-out prompts whose pictures are kept at each evaluation."""
+    tensorboard: bool = True
+    """Write TensorBoard events to the run's folder."""
+    wandb_project: str = ""
+    """Log to this wandb project too (WANDB_MODE=offline works); empty for none."""
+
+
+@dataclass
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -1,0 +1,100 @@
+"""What a diffusion model owes the rest of the engine."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TextCondition:
+    """Prompt embeddings of a batch, padded on the right. B prompts, T tokens, D channels."""
+
+    embeddings: Tensor
+    """[B, T, D]."""
+    mask: Tensor
+    """[B, T] bool, true where a token is real."""
+
+    @staticmethod
+    def pad(embeddings: Sequence[Tensor]) -> "TextCondition":
+        """A batch from embeddings [T_i, D] of unequal length."""
+        lengths = torch.tensor([len(e) for e in embeddings], device=embeddings[0].device)
+        padded = torch.nn.utils.rnn.pad_sequence(list(embeddings), batch_first=True)
+        positions = torch.arange(padded.shape[1], device=padded.device)
+        return TextCondition(padded, positions[None] < lengths[:, None])
+
+
+@dataclass(frozen=True)
+class ImageSize:
+    """Height and width of an image's grid of packed latent tokens; they number `height * width`."""
+
+    height: int
+    width: int
+
+
+class DiffusionModel(Protocol):
+    """A Megatron module that predicts the velocity ε − x0 of rectified flow."""
+
+    def forward(self, latents: Tensor, sigma: Tensor, condition: TextCondition, size: ImageSize) -> Tensor:
+        """latents [B, N, C], sigma [B] in [0, 1], N = size.height * size.width. Returns velocity [B, N, C]."""
+        ...
+
+
+class Pipeline(Protocol):
+    """The frozen parts round a diffusion model: prompts → conditions, latents ↔ pixels, the sigma table.
+
+    Opened from a Hugging Face folder; all calls run without gradients.
+    """
+
+    latent_channels: int
+    """C, channels of a packed token."""
+
+    def encode_prompts(self, prompts: Sequence[str]) -> list[Tensor]:
+        """Embeddings [T_i, D] without padding, one a prompt."""
+        ...
+
+    def latent_size(self, height: int, width: int) -> ImageSize:
+        """Token grid of an image of height × width pixels; `UserError` if the codec cannot divide it."""
+        ...
+
+    def sigmas(self, steps: int, size: ImageSize) -> Tensor:
+        """[steps + 1] float32 on the CPU, from 1 down to 0: the folder's scheduler at this size."""
+        ...
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """[B, 3, H, W] uint8 → packed normalised latents [B, N, C] float32 (the posterior's mode)."""
+        ...
+
+    def decode_latents(self, latents: Tensor, size: ImageSize) -> Tensor:
+        """Packed latents [B, N, C] → [B, 3, H, W] uint8."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """The entry of a model in the registry: how to build, load and export it.
+
+    `build_model(folder, config)` builds the Megatron module with random weights from the folder's
+    config; `open_pipeline(folder, device, dtype)` opens the frozen parts; `mapping` is the table that
+    drives load, export and weight transfer (`megatron_omni.checkpoint.mapping`).
+    """
+
+    name: str
+    build_model: "ModelBuilder"
+    open_pipeline: "PipelineOpener"
+    mapping: tuple
+    transformer_folder: str = "transformer"
+
+
+class ModelBuilder(Protocol):
+    def __call__(self, folder: Path, config: "object") -> torch.nn.Module: ...
+
+
+class PipelineOpener(Protocol):
+    def __call__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> Pipeline: ...
+
+
+NamedTensors = Iterator[tuple[str, Tensor]]

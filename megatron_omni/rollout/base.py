@@ -1,0 +1,100 @@
+"""What every rollout engine owes the loop, and the typed value it returns."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One image to draw.
+
+    `seed` alone decides the initial noise and the noise of every stochastic step, so that the same
+    request gives the same trajectory on any worker, in any order. `window` are the indices of the
+    stochastic steps and `trained` those of them that training will replay; both are the same for all
+    members of a group.
+    """
+
+    prompt_id: int
+    """Index of the prompt in the iteration: the members of a group share it."""
+    prompt: str
+    seed: int
+    initial_seed: int
+    """Seed of the initial noise: equal for a group where the algorithm wants shared noise."""
+    window: tuple[int, ...] = ()
+    trained: tuple[int, ...] = ()
+
+
+@dataclass
+class Trajectory:
+    """Samples drawn by one version of the weights. B samples, S trained steps, N image tokens, C channels.
+
+    Everything a loss needs stands here as float32, whatever the model's dtype; conditions are kept by
+    reference (the prompt), since each prompt is encoded once.
+    """
+
+    prompts: list[str]
+    prompt_id: Tensor
+    """[B] int64, the group of each sample."""
+    seeds: Tensor
+    """[B] int64."""
+    clean_latents: Tensor
+    """[B, N, C], the packed latents at sigma 0."""
+    latents: Tensor
+    """[B, S, N, C], the state before each trained step."""
+    next_latents: Tensor
+    """[B, S, N, C], the state after it."""
+    sigmas: Tensor
+    """[B, S]."""
+    next_sigmas: Tensor
+    """[B, S]."""
+    log_probs: Tensor
+    """[B, S], under the weights that sampled."""
+    means: Tensor | None
+    """[B, S, N, C], the old means, where the algorithm asks for them."""
+    images: Tensor
+    """[B, 3, H, W] uint8, what the reward sees."""
+    weight_version: int
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def rows(self, start: int, stop: int) -> "Trajectory":
+        """Samples `start` to `stop`, as views."""
+        cut = {
+            f.name: value[start:stop]
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), (Tensor, list))
+        }
+        return replace(self, **cut)
+
+    @staticmethod
+    def concatenate(parts: list["Trajectory"]) -> "Trajectory":
+        """One trajectory from several of the same weights and image size."""
+        first = parts[0]
+        joined = {}
+        for f in fields(first):
+            value = getattr(first, f.name)
+            if isinstance(value, Tensor):
+                joined[f.name] = torch.cat([getattr(part, f.name) for part in parts])
+            elif isinstance(value, list):
+                joined[f.name] = [item for part in parts for item in getattr(part, f.name)]
+        return replace(first, **joined)
+
+
+class RolloutEngine(Protocol):
+    """Draws trajectories. The same request and seed give the same trajectory up to the engine's stated error."""
+
+    def generate(self, requests: list[RolloutRequest]) -> Iterable[Trajectory]:
+        """Trajectories in the order of the requests, one per micro-batch as it is finished.
+
+        Handing each over at once lets the reward score it while the next is being drawn.
+        """
+        ...
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take new weights, named as in the Hugging Face checkpoint."""
+        ...
