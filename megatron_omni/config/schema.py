@@ -118,8 +118,12 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of decay."""
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the decay after warm-up."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "WSD"] = "constant"
+    """Shape of the decay after warm-up; WSD stays flat, then falls linearly."""
+    lr_decay_iters: int | None = None
+    """Iteration at which decay ends; by default train_iters."""
+    lr_wsd_decay_iters: int = 0
+    """Iterations of the fall at the end of WSD."""
     lr_warmup_iters: int = 0
     """Iterations of linear warm-up from zero."""
     weight_decay: float = 0.0

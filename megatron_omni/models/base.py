@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_omni.config.schema import ModelConfig, ParallelConfig
+
 
 @dataclass(frozen=True)
 class TextCondition:
@@ -17,14 +19,17 @@ class TextCondition:
     """[B, T, D]."""
     mask: Tensor
     """[B, T] bool, true where a token is real."""
+    padded: bool = True
+    """False promises that all tokens are real, so that attention needs no mask."""
 
     @staticmethod
     def pad(embeddings: Sequence[Tensor]) -> "TextCondition":
         """A batch from embeddings [T_i, D] of unequal length."""
-        lengths = torch.tensor([len(e) for e in embeddings], device=embeddings[0].device)
-        padded = torch.nn.utils.rnn.pad_sequence(list(embeddings), batch_first=True)
-        positions = torch.arange(padded.shape[1], device=padded.device)
-        return TextCondition(padded, positions[None] < lengths[:, None])
+        lengths = [len(e) for e in embeddings]
+        batch = torch.nn.utils.rnn.pad_sequence(list(embeddings), batch_first=True)
+        positions = torch.arange(batch.shape[1], device=batch.device)
+        mask = positions[None] < torch.tensor(lengths, device=batch.device)[:, None]
+        return TextCondition(batch, mask, padded=len(set(lengths)) > 1)
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,10 @@ class Pipeline(Protocol):
         """[steps + 1] float32 on the CPU, from 1 down to 0: the folder's scheduler at this size."""
         ...
 
+    def initial_noise(self, generator: torch.Generator, size: ImageSize) -> Tensor:
+        """[N, C] float32 standard normal on the CPU, as the published pipeline draws it."""
+        ...
+
     def encode_images(self, images: Tensor) -> Tensor:
         """[B, 3, H, W] uint8 → packed normalised latents [B, N, C] float32 (the posterior's mode)."""
         ...
@@ -77,9 +86,9 @@ class Pipeline(Protocol):
 class ModelFamily:
     """The entry of a model in the registry: how to build, load and export it.
 
-    `build_model(folder, config)` builds the Megatron module with random weights from the folder's
-    config; `open_pipeline(folder, device, dtype)` opens the frozen parts; `mapping` is the table that
-    drives load, export and weight transfer (`megatron_omni.checkpoint.mapping`).
+    `build_model(folder, model, parallel)` builds the Megatron module with random weights, of the sizes in
+    the folder's config; `open_pipeline(folder, device, dtype)` opens the frozen parts; `mapping` is the
+    table that drives load, export and weight transfer (`megatron_omni.checkpoint.mapping`).
     """
 
     name: str
@@ -90,7 +99,7 @@ class ModelFamily:
 
 
 class ModelBuilder(Protocol):
-    def __call__(self, folder: Path, config: "object") -> torch.nn.Module: ...
+    def __call__(self, folder: Path, model: ModelConfig, parallel: ParallelConfig) -> torch.nn.Module: ...
 
 
 class PipelineOpener(Protocol):

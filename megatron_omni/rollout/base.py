@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,19 +13,23 @@ class RolloutRequest:
     """One image to draw.
 
     `seed` alone decides the initial noise and the noise of every stochastic step, so that the same
-    request gives the same trajectory on any worker, in any order. `window` are the indices of the
-    stochastic steps and `trained` those of them that training will replay; both are the same for all
-    members of a group.
+    request gives the same trajectory on any worker, in any order. `window` and `trained` are the same
+    for all members of a group.
     """
 
     prompt_id: int
-    """Index of the prompt in the iteration: the members of a group share it."""
-    prompt: str
+    """Number of the prompt in the iteration: the members of a group share it."""
+    metadata: dict[str, Any]
+    """The prompt set's row, with "prompt"."""
     seed: int
-    initial_seed: int
-    """Seed of the initial noise: equal for a group where the algorithm wants shared noise."""
     window: tuple[int, ...] = ()
+    """Indices of the stochastic steps."""
     trained: tuple[int, ...] = ()
+    """Those of them that training replays."""
+
+    @property
+    def prompt(self) -> str:
+        return self.metadata["prompt"]
 
 
 @dataclass
@@ -53,8 +57,6 @@ class Trajectory:
     """[B, S]."""
     log_probs: Tensor
     """[B, S], under the weights that sampled."""
-    means: Tensor | None
-    """[B, S, N, C], the old means, where the algorithm asks for them."""
     images: Tensor
     """[B, 3, H, W] uint8, what the reward sees."""
     weight_version: int
@@ -86,7 +88,7 @@ class Trajectory:
 
 
 class RolloutEngine(Protocol):
-    """Draws trajectories. The same request and seed give the same trajectory up to the engine's stated error."""
+    """Draws trajectories: the same request gives the same one, up to the engine's stated error."""
 
     def generate(self, requests: list[RolloutRequest]) -> Iterable[Trajectory]:
         """Trajectories in the order of the requests, one per micro-batch as it is finished.
@@ -95,6 +97,6 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights, named as in the Hugging Face checkpoint."""
+    def update_weights(self, version: int) -> None:
+        """Sample with the trainer's current weights from now on; trajectories carry `version`."""
         ...

@@ -1,0 +1,64 @@
+"""Pictures from disk in the place of samples: the "rollout" of supervised training."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_omni.cache import BatchCache
+from megatron_omni.config.schema import Config
+from megatron_omni.data.images import load_image
+from megatron_omni.models.base import DiffusionModel, Pipeline
+from megatron_omni.rollout.base import RolloutRequest, Trajectory
+
+CACHED_IMAGES = 32768
+
+
+class ImageEngine:
+    """Encodes the picture that each request's metadata names under "image"; each is encoded once."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: DiffusionModel,
+        pipeline: Pipeline,
+        embeddings: BatchCache,
+        device: torch.device,
+    ):
+        self.pipeline = pipeline
+        self.device = device
+        self.folder = Path(config.data.train_data).parent
+        self.height, self.width = config.rollout.height, config.rollout.width
+        self.micro_batch_size = config.training.micro_batch_size
+        self.latents = BatchCache(self._encode, CACHED_IMAGES)
+        self.weight_version = 0
+
+    def generate(self, requests: list[RolloutRequest]) -> Iterator[Trajectory]:
+        for start in range(0, len(requests), self.micro_batch_size):
+            yield self._trajectory(requests[start : start + self.micro_batch_size])
+
+    def update_weights(self, version: int) -> None:
+        self.weight_version = version
+
+    def _encode(self, names: list[str]) -> list[Tensor]:
+        images = torch.stack([load_image(self.folder / name, self.height, self.width) for name in names])
+        return list(self.pipeline.encode_images(images))
+
+    def _trajectory(self, requests: list[RolloutRequest]) -> Trajectory:
+        clean = torch.stack(self.latents([request.metadata["image"] for request in requests]))
+        none = clean.new_empty(len(clean), 0)
+        no_steps = clean.new_empty(len(clean), 0, *clean.shape[1:])
+        return Trajectory(
+            prompts=[request.prompt for request in requests],
+            prompt_id=torch.tensor([request.prompt_id for request in requests]),
+            seeds=torch.tensor([request.seed for request in requests]),
+            clean_latents=clean,
+            latents=no_steps,
+            next_latents=no_steps,
+            sigmas=none,
+            next_sigmas=none,
+            log_probs=none,
+            images=torch.empty(len(clean), 3, 0, 0, dtype=torch.uint8),
+            weight_version=self.weight_version,
+        )

@@ -1,0 +1,81 @@
+"""Rollout in place: the training weights sample, forward only."""
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron_omni.cache import BatchCache
+from megatron_omni.config.schema import Config
+from megatron_omni.models.base import DiffusionModel, Pipeline
+from megatron_omni.rollout.base import RolloutRequest, Trajectory
+from megatron_omni.sampling.guidance import Guidance
+from megatron_omni.sampling.sampler import Sampler
+from megatron_omni.sampling.seeds import generator
+
+
+class MegatronEngine:
+    """Samples with the very parameters that are being trained, so there is no weight to synchronise.
+
+    Requests are cut into micro-batches of `micro_batch_size`, as training cuts their trajectories: then
+    every replayed log-probability is the same number, bit by bit.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: DiffusionModel,
+        pipeline: Pipeline,
+        embeddings: BatchCache,
+        device: torch.device,
+    ):
+        """`embeddings` gives each prompt's embedding [T, D]; `model` is the module inside Megatron's DDP."""
+        rollout = config.rollout
+        self.model = model
+        self.pipeline = pipeline
+        self.embeddings = embeddings
+        self.device = device
+        self.negative_prompt = rollout.negative_prompt
+        self.micro_batch_size = config.training.micro_batch_size
+        self.size = pipeline.latent_size(rollout.height, rollout.width)
+        self.sampler = Sampler(
+            kind=rollout.sde_type,
+            noise_level=rollout.noise_level,
+            sigmas=pipeline.sigmas(rollout.num_inference_steps, self.size),
+            size=self.size,
+            guidance=Guidance(rollout.true_cfg_scale, config.model.batch_invariant),
+        )
+        self.weight_version = 0
+
+    def generate(self, requests: list[RolloutRequest]) -> Iterator[Trajectory]:
+        for start in range(0, len(requests), self.micro_batch_size):
+            yield self._draw(requests[start : start + self.micro_batch_size])
+
+    def update_weights(self, version: int) -> None:
+        self.weight_version = version
+
+    def _draw(self, requests: list[RolloutRequest]) -> Trajectory:
+        prompts = [request.prompt for request in requests]
+        *embeddings, negative = self.embeddings([*prompts, self.negative_prompt])
+        noise = [self.pipeline.initial_noise(generator(r.seed, "initial"), self.size) for r in requests]
+        path = self.sampler.sample(
+            self.model,
+            torch.stack(noise).to(self.device),
+            embeddings,
+            negative,
+            windows=[request.window for request in requests],
+            recorded=[request.trained for request in requests],
+            seeds=[request.seed for request in requests],
+        )
+        return Trajectory(
+            prompts=prompts,
+            prompt_id=torch.tensor([request.prompt_id for request in requests]),
+            seeds=torch.tensor([request.seed for request in requests]),
+            clean_latents=path.clean_latents,
+            latents=path.latents,
+            next_latents=path.next_latents,
+            sigmas=self.sampler.sigmas[path.steps].to(self.device),
+            next_sigmas=self.sampler.sigmas[path.steps + 1].to(self.device),
+            log_probs=path.log_probs,
+            images=self.pipeline.decode_latents(path.clean_latents, self.size).cpu(),
+            weight_version=self.weight_version,
+        )

@@ -1,0 +1,77 @@
+"""Rewards of the samples in flight: scored by other processes while sampling goes on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_omni.errors import UserError
+from megatron_omni.parallel.state import Layout
+from megatron_omni.rewards.base import RewardResult
+from megatron_omni.rewards.pool import RewardPool
+from megatron_omni.rollout.base import RolloutRequest, Trajectory
+
+
+@dataclass(frozen=True)
+class GlobalRewards:
+    """Scores of all processes' samples, in the order of data-parallel ranks. B samples in all."""
+
+    values: Tensor
+    """[B] float32."""
+    valid: Tensor
+    """[B] bool."""
+    prompt_id: Tensor
+    """[B] int64."""
+
+    @property
+    def failed(self) -> int:
+        return int((~self.valid).sum())
+
+    def valid_values(self) -> Tensor:
+        return self.values[self.valid]
+
+
+class Scorer:
+    """Scores trajectories in the reward's worker processes.
+
+    One rank of each tensor-parallel group owns the workers; its results are broadcast to the group, so
+    that all its ranks go on with the same numbers.
+    """
+
+    def __init__(self, layout: Layout, open_pool: Callable[[], RewardPool]):
+        self.layout = layout
+        self.pool = open_pool() if layout.tensor_rank == 0 else None
+        self.pending = []
+
+    def submit(self, trajectory: Trajectory, requests: list[RolloutRequest]) -> None:
+        """Start scoring a trajectory; `requests` are the ones it answers."""
+        metadata = [request.metadata for request in requests]
+        future = self.pool.submit(trajectory.images, metadata) if self.pool else None
+        self.pending.append((future, trajectory.prompt_id))
+
+    def collect(self) -> GlobalRewards:
+        """Waits for everything submitted and gathers it from all processes."""
+        results = [(future.result() if future else None, ids) for future, ids in self.pending]
+        self.pending = []
+        prompt_id = torch.cat([ids for _, ids in results])
+        if self.pool:
+            local = RewardResult(
+                torch.cat([result.values for result, _ in results]),
+                torch.cat([result.valid for result, _ in results]),
+            )
+            table = torch.stack([local.values.double(), local.valid.double(), prompt_id.double()])
+        else:
+            table = torch.empty(3, len(prompt_id), dtype=torch.float64)
+        table = self.layout.gather_data_parallel(self.layout.broadcast_tensor_parallel(table))
+        values, valid, prompt_id = table.unbind()
+        if not valid.any():
+            raise UserError(f"every sample's reward failed{self._last_error()}: the run cannot learn.")
+        return GlobalRewards(values.float(), valid.bool(), prompt_id.long())
+
+    def close(self) -> None:
+        if self.pool:
+            self.pool.close()
+
+    def _last_error(self) -> str:
+        return f" ({self.pool.last_error})" if self.pool and self.pool.last_error else ""
