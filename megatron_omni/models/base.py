@@ -44,7 +44,10 @@ class DiffusionModel(Protocol):
     """A Megatron module that predicts the velocity ε − x0 of rectified flow."""
 
     def forward(self, latents: Tensor, sigma: Tensor, condition: TextCondition, size: ImageSize) -> Tensor:
-        """latents [B, N, C], sigma [B] in [0, 1], N = size.height * size.width. Returns velocity [B, N, C]."""
+        """latents [B, N, C], sigma [B] in [0, 1], N = size.height * size.width.
+
+        Returns velocity [B, N, C] in the dtype of the latents.
+        """
         ...
 
 

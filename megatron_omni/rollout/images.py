@@ -1,14 +1,13 @@
 """Pictures from disk in the place of samples: the "rollout" of supervised training."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_omni.cache import BatchCache
 from megatron_omni.config.schema import Config
-from megatron_omni.data.images import load_image
+from megatron_omni.data.images import ImageSet
 from megatron_omni.models.base import DiffusionModel, Pipeline
 from megatron_omni.rollout.base import RolloutRequest, Trajectory
 
@@ -28,8 +27,8 @@ class ImageEngine:
     ):
         self.pipeline = pipeline
         self.device = device
-        self.folder = Path(config.data.train_data).parent
-        self.height, self.width = config.rollout.height, config.rollout.width
+        self.images = ImageSet.from_file(config.data.train_data, config.rollout.height, config.rollout.width)
+        self.rows = {row.metadata["image"]: row for row in self.images.prompts.rows}
         self.micro_batch_size = config.training.micro_batch_size
         self.latents = BatchCache(self._encode, CACHED_IMAGES)
         self.weight_version = 0
@@ -42,8 +41,7 @@ class ImageEngine:
         self.weight_version = version
 
     def _encode(self, names: list[str]) -> list[Tensor]:
-        images = torch.stack([load_image(self.folder / name, self.height, self.width) for name in names])
-        return list(self.pipeline.encode_images(images))
+        return list(self.pipeline.encode_images(self.images.load([self.rows[name] for name in names])))
 
     def _trajectory(self, requests: list[RolloutRequest]) -> Trajectory:
         clean = torch.stack(self.latents([request.metadata["image"] for request in requests]))

@@ -49,7 +49,9 @@ class Evaluator:
         per_rank = max(1, min(config.training.eval_samples, len(prompts)) // layout.data_size)
         first = layout.data_rank * per_rank
         self.requests = [
-            RolloutRequest(number, prompts.rows[number % len(prompts)], derive_seed(seed, "evaluation", number))
+            RolloutRequest(
+                number, prompts.rows[number % len(prompts)].metadata, derive_seed(seed, "evaluation", number)
+            )
             for number in range(first, first + per_rank)
         ]
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from megatron_omni.errors import UserError
 from megatron_omni.parallel.state import Layout
-from megatron_omni.rewards.base import RewardResult
 from megatron_omni.rewards.pool import RewardPool
 from megatron_omni.rollout.base import RolloutRequest, Trajectory
 
@@ -52,26 +51,23 @@ class Scorer:
 
     def collect(self) -> GlobalRewards:
         """Waits for everything submitted and gathers it from all processes."""
-        results = [(future.result() if future else None, ids) for future, ids in self.pending]
+        prompt_id = torch.cat([ids for _, ids in self.pending])
+        results = [future.result() for future, _ in self.pending if future]
         self.pending = []
-        prompt_id = torch.cat([ids for _, ids in results])
+        table = torch.zeros(3, len(prompt_id), dtype=torch.float64)
         if self.pool:
-            local = RewardResult(
-                torch.cat([result.values for result, _ in results]),
-                torch.cat([result.valid for result, _ in results]),
-            )
-            table = torch.stack([local.values.double(), local.valid.double(), prompt_id.double()])
-        else:
-            table = torch.empty(3, len(prompt_id), dtype=torch.float64)
+            table[0] = torch.cat([result.values for result in results])
+            table[1] = torch.cat([result.valid for result in results])
+            table[2] = prompt_id
         table = self.layout.gather_data_parallel(self.layout.broadcast_tensor_parallel(table))
         values, valid, prompt_id = table.unbind()
         if not valid.any():
-            raise UserError(f"every sample's reward failed{self._last_error()}: the run cannot learn.")
+            errors = [result.error for result in results if result.error]
+            raise UserError(
+                f"every sample's reward failed; the last error was: {errors[-1] if errors else '?'}"
+            )
         return GlobalRewards(values.float(), valid.bool(), prompt_id.long())
 
     def close(self) -> None:
         if self.pool:
             self.pool.close()
-
-    def _last_error(self) -> str:
-        return f" ({self.pool.last_error})" if self.pool and self.pool.last_error else ""

@@ -76,7 +76,9 @@ class Updater:
             _merge([loss.maxima for loss in losses], torch.max),
         )
 
-    def _forward_step(self, batches: Iterator[TrainingBatch], model: DiffusionModel) -> tuple[Tensor, partial]:
+    def _forward_step(
+        self, batches: Iterator[TrainingBatch], model: DiffusionModel
+    ) -> tuple[Tensor, partial]:
         batch = next(batches)
         return self.guidance.forward(model, self._inputs(batch)), partial(self._loss, batch)
 

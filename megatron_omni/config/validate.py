@@ -1,0 +1,124 @@
+"""Settings that cannot work, explained before anything is built."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron_omni.config.schema import Config
+from megatron_omni.errors import UserError
+
+_RANGES: list[tuple[str, Callable[[float], bool], str]] = [
+    (
+        "must be at least 1",
+        lambda value: value >= 1,
+        "parallel.tensor_model_parallel_size model.recompute_num_layers algorithm.updates_per_iteration "
+        "rollout.rollout_batch_size rollout.n_samples_per_prompt rollout.height rollout.width "
+        "rollout.true_cfg_scale reward.reward_workers training.train_iters training.micro_batch_size "
+        "training.eval_interval training.eval_samples",
+    ),
+    (
+        "must be at least 2, since the last step is never stochastic",
+        lambda value: value >= 2,
+        "rollout.num_inference_steps",
+    ),
+    (
+        "must be positive",
+        lambda value: value > 0,
+        "parallel.distributed_timeout_minutes algorithm.clip_range algorithm.adv_clip_max "
+        "rollout.noise_level reward.reward_timeout optimizer.adam_eps",
+    ),
+    (
+        "must not be negative",
+        lambda value: value >= 0,
+        "algorithm.kl_coefficient rollout.sde_window_size optimizer.lr optimizer.min_lr "
+        "optimizer.lr_warmup_iters optimizer.weight_decay optimizer.clip_grad training.seed "
+        "checkpoint.save_interval logging.sample_images",
+    ),
+    (
+        "must be at least 0 and less than 1",
+        lambda value: 0 <= value < 1,
+        "optimizer.adam_beta1 optimizer.adam_beta2",
+    ),
+    ("must be more than 0 and at most 1", lambda value: 0 < value <= 1, "rollout.timestep_fraction"),
+]
+
+
+def validate(config: Config, world_size: int) -> None:
+    """Raise a `UserError` that lists all settings and combinations impossible on `world_size` processes."""
+    for check in (_missing, _out_of_range, lambda config: _impossible(config, world_size)):
+        if faults := list(check(config)):
+            raise UserError("\n".join(faults))
+
+
+def _missing(config: Config) -> Iterator[str]:
+    absent = []
+    if not config.model.model_path:
+        absent.append("--model-path (a Hugging Face folder with the model)")
+    if not config.data.train_data:
+        absent.append("--train-data (a file of prompts)")
+    if absent:
+        yield f"give {' and '.join(absent)}, as flags or in a --config file; --help lists every setting"
+
+
+def _out_of_range(config: Config) -> Iterator[str]:
+    groups = asdict(config)
+    for rule, holds, names in _RANGES:
+        for name in names.split():
+            group, setting = name.split(".")
+            value = groups[group][setting]
+            if not (math.isfinite(value) and holds(value)):
+                yield f"{setting} {rule}, not {value}"
+
+
+def _impossible(config: Config, world_size: int) -> Iterator[str]:
+    yield from _paths(config)
+    yield from _layout(config, world_size)
+    yield from _window(config)
+
+
+def _paths(config: Config) -> Iterator[str]:
+    if not Path(config.model.model_path).is_dir():
+        yield f"model_path {config.model.model_path!r} is not a folder"
+    for name in ("train_data", "eval_data"):
+        path = getattr(config.data, name)
+        if path and not Path(path).is_file():
+            yield f"{name} {path!r} is not a file"
+    if config.reward.eval_reward and not config.data.eval_data:
+        yield f"eval_reward {config.reward.eval_reward!r} is logged at evaluations, which need eval_data"
+
+
+def _layout(config: Config, world_size: int) -> Iterator[str]:
+    """Processes, and how they share the samples of an iteration."""
+    tensor_parallel = config.parallel.tensor_model_parallel_size
+    if config.parallel.sequence_parallel and tensor_parallel == 1:
+        yield "sequence_parallel needs tensor_model_parallel_size above 1"
+    if world_size % tensor_parallel:
+        yield f"tensor_model_parallel_size {tensor_parallel} does not divide the {world_size} processes"
+        return
+    data_parallel = world_size // tensor_parallel
+    prompts, group = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
+    if prompts % data_parallel:
+        yield (
+            f"rollout_batch_size {prompts} cannot be shared evenly by {data_parallel} data-parallel "
+            f"processes; make it a multiple of {data_parallel}"
+        )
+        return
+    samples = prompts * group // data_parallel
+    micro_batch, updates = config.training.micro_batch_size, config.algorithm.updates_per_iteration
+    if samples % (micro_batch * updates):
+        yield (
+            f"each process draws {samples} samples an iteration (rollout_batch_size {prompts} × "
+            f"n_samples_per_prompt {group} / {data_parallel} data-parallel), which must be a multiple of "
+            f"micro_batch_size {micro_batch} × updates_per_iteration {updates} = {micro_batch * updates}"
+        )
+
+
+def _window(config: Config) -> Iterator[str]:
+    """Stochastic steps: the last step is never one."""
+    size, stochastic = config.rollout.sde_window_size, config.rollout.num_inference_steps - 1
+    first, stop = config.rollout.sde_window_range or (0, stochastic)
+    if not 0 <= first < stop <= stochastic:
+        yield f"sde_window_range {first} {stop} must lie within 0 {stochastic}, all steps but the last"
+    elif size > stop - first:
+        yield f"sde_window_size {size} exceeds the {stop - first} steps it may cover, {first} to {stop - 1}"

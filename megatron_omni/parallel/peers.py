@@ -1,0 +1,60 @@
+"""Saying which rank failed, on the ranks that waited for it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+class LostRanksError(RuntimeError):
+    """A collective failed because of other ranks; the message says which."""
+
+
+@contextmanager
+def naming_lost_ranks(wait: timedelta = timedelta(seconds=10)) -> Iterator[None]:
+    """Goes round everything that communicates.
+
+    A rank that fails leaves a note for the others. One whose collective failed, because a peer is gone or was silent
+    for the process group's timeout, reads the notes of all and raises `LostRanksError`; whoever left none within
+    `wait` has died or hangs. (NCCL's watchdog ends a process by itself; there torchrun says who failed.)
+    """
+    try:
+        yield
+    except Exception as error:
+        communication = _is_communication_error(error)
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(_key(dist.get_rank()), "" if communication else f"{type(error).__name__}: {error}")
+            notes = _read_notes(store, wait) if communication else {}
+        except dist.DistError as store_error:
+            raise LostRanksError(f"the host of the rendezvous (rank 0's) is gone: {store_error}") from error
+        if not communication:
+            raise
+        raise LostRanksError(_describe(notes, wait)) from error
+
+
+def _is_communication_error(error: Exception) -> bool:
+    return isinstance(error, dist.DistError) or "/gloo/transport/" in str(error)  # gloo's are plain RuntimeErrors
+
+
+def _key(rank: int) -> str:
+    return f"ended/{rank}"
+
+
+def _read_notes(store: dist.Store, wait: timedelta) -> dict[int, str | None]:
+    """Each rank's note: its own error, "" if it lost another rank, None if there is no note."""
+    ranks = range(dist.get_world_size())
+    try:
+        store.wait([_key(rank) for rank in ranks], wait)
+    except dist.DistStoreError:
+        pass  # not all have come in time
+    return {rank: store.get(_key(rank)).decode() if store.check([_key(rank)]) else None for rank in ranks}
+
+
+def _describe(notes: dict[int, str | None], wait: timedelta) -> str:
+    silent = [rank for rank, note in notes.items() if note is None]
+    lines = [f"rank {rank} failed with {note}" for rank, note in notes.items() if note]
+    if silent:
+        lines.append(f"no sign of rank(s) {silent} for {wait.total_seconds():g} s: dead or hanging")
+    return "; ".join(lines) or "all ranks live but have lost contact; see the error above"

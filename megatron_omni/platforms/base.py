@@ -1,0 +1,34 @@
+"""What the engine asks of the hardware."""
+
+from abc import ABC, abstractmethod
+
+import torch
+
+
+class Platform(ABC):
+    """One kind of hardware. The rest of the engine never asks which."""
+
+    name: str
+    """Device type, as in `torch.device(name)`."""
+    backend: str
+    """Backend of torch.distributed."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Make Megatron usable here. Called once, before Megatron is imported."""
+
+    @abstractmethod
+    def device(self, local_rank: int) -> torch.device:
+        """The device of the host's process `local_rank`, made current."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for all work queued on the current device."""
+
+    @abstractmethod
+    def peak_memory_gib(self) -> float:
+        """Highest memory use since the last reset, in GiB: allocated device memory, or resident memory on a CPU."""
+
+    @abstractmethod
+    def reset_peak_memory(self) -> None:
+        """Measure the peak anew from here. On a CPU the peak counts from the start of the process."""

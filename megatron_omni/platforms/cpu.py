@@ -1,0 +1,29 @@
+"""The CPU: for tests, for development and for small runs."""
+
+import resource
+
+import torch
+
+from megatron_omni.platforms import megatron_fixes, megatron_on_cpu
+from megatron_omni.platforms.base import Platform
+
+
+class CpuPlatform(Platform):
+    name = "cpu"
+    backend = "gloo"
+
+    def prepare(self) -> None:
+        megatron_fixes.install()
+        megatron_on_cpu.install()
+
+    def device(self, local_rank: int) -> torch.device:
+        return torch.device("cpu")
+
+    def synchronize(self) -> None:
+        pass
+
+    def peak_memory_gib(self) -> float:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+    def reset_peak_memory(self) -> None:
+        pass

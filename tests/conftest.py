@@ -1,0 +1,22 @@
+"""One thread a process, and no GPU test without a GPU."""
+
+import os
+
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[variable] = "1"  # before torch is imported
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+from megatron_omni.platforms import current_platform
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    if current_platform().name == "cpu":
+        skip = pytest.mark.skip(reason="needs a GPU")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)

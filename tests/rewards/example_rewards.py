@@ -1,0 +1,62 @@
+"""Rewards that fail in every way a user's can; scoring processes import this module."""
+
+import math
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from megatron_omni.rewards.base import Reward
+
+
+def first_pixel(images, metadata):
+    """The red value of the first pixel, or the mishap that the row's "do" names."""
+    return [
+        _act(row) if "do" in row else int(image[0, 0, 0]) for image, row in zip(images, metadata, strict=True)
+    ]
+
+
+def _act(row):
+    match row["do"]:
+        case "nan":
+            return math.nan
+        case "infinity":
+            return math.inf
+        case "raise":
+            raise ValueError("bad sample")
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "die once":
+            if not Path(row["mark"]).exists():
+                Path(row["mark"]).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return 1
+        case "hang":
+            time.sleep(1000)
+        case "hang in a child":
+            child = subprocess.Popen(["sleep", "1000"])
+            Path(row["mark"]).write_text(str(child.pid))
+            child.wait()
+        case "sleep":
+            time.sleep(row["seconds"])
+            return os.getpid()
+        case "exit":
+            raise SystemExit("bye")
+
+
+def too_few(images, metadata):
+    return [1.0]
+
+
+def threads(images, metadata):
+    return [float(os.environ["OMP_NUM_THREADS"])] * len(images)
+
+
+class Broken(Reward):
+    def __init__(self):
+        raise RuntimeError("no such judge")
+
+
+class NoScore:
+    pass
