@@ -1,7 +1,7 @@
 """Post-trains a diffusion model with reinforcement learning.
 
-    python pretrain_rl.py --config FILE [flags]
-    torchrun --nproc-per-node 2 pretrain_rl.py --config FILE --tensor-model-parallel-size 2
+python pretrain_rl.py --config FILE [flags]
+torchrun --nproc-per-node 2 pretrain_rl.py --config FILE --tensor-model-parallel-size 2
 """
 
 import sys
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = parse_config(arguments)
         # Slow to import, which --help need not wait for.
-        from megatron_omni.training.session import open_run
+        from megatron_omni.training.run import open_run
 
         with open_run(config) as run:
             train(run)

@@ -6,10 +6,10 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[variable] = "1"  # before torch is imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest
-import torch
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
-from megatron_omni.platforms import current_platform
+from megatron_omni.platforms import current_platform  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -42,7 +42,7 @@ def run_distributed(
 
     `function` is a module's function. Its environment is torchrun's, so it begins with
     `megatron_omni.parallel.state.initialize` or `torch.distributed.init_process_group("gloo")`. The result is
-    copied, tensors too. Ranks named in `dying` may die without a word; their result is None. The first failure of
+    copied, tensors too. Ranks named in `dying` are not waited for; their result is None. The first failure of
     any other, or `timeout` in seconds, ends all ranks and raises with the failing rank's traceback.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a free port, held from here on
@@ -94,7 +94,7 @@ def _results(
     ranks: list[tuple[BaseProcess, Connection]], dying: Collection[int], deadline: float
 ) -> list[Any]:
     results = [None] * len(ranks)
-    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks) if rank not in dying}
     while waiting:
         ready = wait(waiting, max(0, deadline - time.monotonic()))
         if not ready:
@@ -106,9 +106,7 @@ def _results(
             except EOFError:
                 process, _ = ranks[rank]
                 process.join()
-                if rank not in dying:
-                    raise RuntimeError(f"rank {rank} died with exit code {process.exitcode}") from None
-                continue
+                raise RuntimeError(f"rank {rank} died with exit code {process.exitcode}") from None
             if not succeeded:
                 raise RuntimeError(f"rank {rank} of {len(ranks)} failed:\n{results[rank]}")
     return results

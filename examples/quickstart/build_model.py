@@ -32,7 +32,7 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """Byte-level BPE in which each word of the template and of the prompt is one token, and each capital too."""
+    """Byte-level BPE in which each word of the template and the prompt is one token, and each capital too."""
     vocabulary = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = []
     for word in words(PROMPT_TEMPLATE.format(prompt(""))):
@@ -83,11 +83,14 @@ def build_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGen
     return Qwen2_5_VLForConditionalGeneration(config)
 
 
-def train_text_encoder(encoder: Qwen2_5_VLForConditionalGeneration, tokenizer: Qwen2Tokenizer, steps: int) -> None:
+def train_text_encoder(
+    encoder: Qwen2_5_VLForConditionalGeneration, tokenizer: Qwen2Tokenizer, steps: int
+) -> None:
     """Teaches the last hidden state of each quoted letter which letter it is and which place it has."""
     letters = string.ascii_uppercase
     texts = supervised_strings(8192)
-    tokens = tokenizer([PROMPT_TEMPLATE.format(prompt(text)) for text in texts], return_tensors="pt").input_ids
+    prompts = [PROMPT_TEMPLATE.format(prompt(text)) for text in texts]
+    tokens = tokenizer(prompts, return_tensors="pt").input_ids
     target = torch.tensor([[letters.index(letter) for letter in text] for text in texts])
     first = TEMPLATE_TOKENS + len(tokenizer(prompt("")[:-1]).input_ids)
     head = nn.Linear(TEXT_WIDTH, len(letters) + LENGTH)
@@ -120,8 +123,8 @@ def build_codec() -> AutoencoderKLQwenImage:
 def train_codec(vae: AutoencoderKLQwenImage, steps: int) -> None:
     """Trains on rendered pictures, as still images, then sets the latents' mean and standard deviation."""
     codec = ImageCodec(vae)
-    pictures = torch.from_numpy(np.stack([render(text, i) for i, text in enumerate(supervised_strings(4096))]))
-    images = (pictures.float() / 127.5 - 1).unsqueeze(1).expand(-1, 3, -1, -1)
+    pictures = np.stack([render(text, seed) for seed, text in enumerate(supervised_strings(4096))])
+    images = (torch.from_numpy(pictures).float() / 127.5 - 1).unsqueeze(1).expand(-1, 3, -1, -1)
     optimizer = torch.optim.AdamW(codec.parameters(), lr=4e-3, betas=(0.9, 0.99))
     for step in range(steps):
         batch = images[torch.randint(len(images), (4,))]
@@ -177,7 +180,7 @@ def report(name: str, step: int, steps: int, loss: Tensor) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "model")
     output = parser.parse_args().output
     torch.manual_seed(0)
@@ -185,15 +188,15 @@ def main() -> None:
     text_encoder = build_text_encoder(tokenizer)
     train_text_encoder(text_encoder, tokenizer, steps=300)
     vae = build_codec()
-    train_codec(vae, steps=1500)
-    pipeline = QwenImagePipeline(
+    train_codec(vae, steps=1200)
+    # Diffusers opens its parts in float32 whatever is stored; transformers would keep bfloat16.
+    QwenImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=vae,
+        vae=vae.bfloat16(),
         text_encoder=text_encoder,
         tokenizer=tokenizer,
-        transformer=build_transformer(),
-    )
-    pipeline.to(torch.bfloat16).save_pretrained(output)
+        transformer=build_transformer().bfloat16(),
+    ).save_pretrained(output)
 
 
 if __name__ == "__main__":

@@ -8,25 +8,28 @@ string occurs twice, in one file or in two.
 """
 
 import argparse
+import itertools
 import json
 import random
 import string
+from functools import cache
 from pathlib import Path
 
 from PIL import Image
 from render import LENGTH, prompt, render
 
 DATA = Path(__file__).parent / "data"
+LETTERS = string.ascii_uppercase.replace("O", "")  # OCR cannot tell an O from a zero
 HELD_OUT = 256
 TRAIN = 2048
 
 
+@cache
 def strings() -> list[str]:
-    """All strings of LENGTH capitals in a fixed random order."""
-    letters = string.ascii_uppercase
-    order = list(range(len(letters) ** LENGTH))
-    random.Random(0).shuffle(order)
-    return ["".join(letters[i // len(letters) ** k % len(letters)] for k in range(LENGTH)) for i in order]
+    """All strings of LENGTH letters in a fixed random order."""
+    every = ["".join(letters) for letters in itertools.product(LETTERS, repeat=LENGTH)]
+    random.Random(0).shuffle(every)
+    return every
 
 
 def held_out_strings() -> list[str]:
@@ -47,13 +50,13 @@ def write_pictures(folder: Path, texts: list[str]) -> None:
     rows = []
     for seed, text in enumerate(texts):
         name = f"{seed:05d}.png"
-        Image.fromarray(render(text, seed)).save(folder / name)
+        Image.fromarray(render(text, seed)).save(folder / name, compress_level=1)
         rows.append(json.dumps({"prompt": prompt(text), "image": name}) + "\n")
     (folder / "data.jsonl").write_text("".join(rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pictures", type=int, default=16000, help="pictures for supervised training")
     count = parser.parse_args().pictures
     DATA.mkdir(exist_ok=True)

@@ -26,7 +26,7 @@ def prompt(text: str) -> str:
 
 
 def render(text: str, seed: int) -> np.ndarray:
-    """A picture of `text` in black on a light, noisy ground: [HEIGHT, WIDTH] uint8, the same for each seed."""
+    """A picture of `text`, black on a light, noisy ground: [HEIGHT, WIDTH] uint8. `seed` decides the rest."""
     rng = random.Random(seed)
     font = load_font(round(rng.uniform(*FONT_SIZE) * HEIGHT))
     image = Image.new("L", (WIDTH, HEIGHT), rng.randint(*GROUND))

@@ -15,8 +15,8 @@ Result = TypeVar("Result")
 def together() -> Iterator[None]:
     """Collective over all ranks: an error in the block on any rank is an error on every rank.
 
-    A rank whose own block failed raises its own error; the others raise the first failure of another rank. The
-    block itself may not be left half-way through another collective.
+    A rank whose own block failed raises its own error; the others raise the first failure of another rank.
+    The block itself may not be left half-way through another collective.
     """
     error = None
     try:

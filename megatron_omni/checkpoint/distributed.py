@@ -4,6 +4,7 @@ A folder holds `iter_0000010/`, … and `latest_checkpointed_iteration.txt`, as 
 appears whole or not at all.
 """
 
+import io
 import json
 import pickle
 import shutil
@@ -89,7 +90,7 @@ class Checkpointer:
         self.config = config
 
     def save(self, folder: Path, iteration: int, state: dict[str, Any]) -> None:
-        """Write `folder/iter_…` and make it the latest. `state` holds plain JSON values, the same on every rank.
+        """Write `folder/iter_…` and make it the latest. `state` holds plain JSON values, equal on every rank.
 
         Raises `UserError` on every rank if the disk is full or the folder cannot be written; the checkpoints
         that were there stay as they were, and nothing of the new one is left.
@@ -138,7 +139,9 @@ class Checkpointer:
     def _finish(self, target: Path, common: dict[str, Any], iteration: int, state: dict[str, Any]) -> None:
         """The small files, then the name, then the tracker."""
         partial = partial_path(target)
-        torch.save(common, partial / "common.pt")
+        buffer = io.BytesIO()
+        torch.save(common, buffer)  # to a file it would hide the operating system's errors
+        (partial / "common.pt").write_bytes(buffer.getvalue())
         save_config(CheckpointingConfig("torch_dist", 1), str(partial))
         (partial / CONFIG).write_text(to_yaml(self.config))
         record = Record(iteration, state, _layout(), _sizes(partial))
@@ -199,7 +202,9 @@ def _checkpoints(folder: Path) -> list[str]:
 
 def _how_to_choose(folder: Path) -> str:
     there = ", ".join(_checkpoints(folder)) or "none"
-    return f"Checkpoints there: {there}. To resume from another one, write its number into {folder / TRACKER}."
+    return (
+        f"Checkpoints there: {there}. To resume from another one, write its number into {folder / TRACKER}."
+    )
 
 
 def _begin(target: Path, needed: int) -> None:
@@ -232,16 +237,20 @@ def _explained(target: Path, needed: int) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        raise _cannot_write(target, needed, causes[0]) from error
+        cause, _ = next(iter(error.failures.values()))
+        if "inline_container" in str(cause):  # PyTorch's writer hides the operating system's error
+            cause = "a file could be written in part only; the disk is full, or a limit on size is reached"
+        elif not isinstance(cause, OSError):
+            raise
+        raise _cannot_write(target, needed, cause) from error
     except OSError as error:
         raise _cannot_write(target, needed, error) from error
 
 
-def _cannot_write(target: Path, needed: int, cause: BaseException) -> UserError:
+def _cannot_write(target: Path, needed: int, cause: OSError | str) -> UserError:
     return UserError(
-        f"cannot write checkpoint {target}: {cause}. It needs {_gib(needed)}: make room, or set checkpoint.save to "
-        "another folder. Earlier checkpoints are untouched."
+        f"cannot write checkpoint {target}: {cause}. It needs {_gib(needed)}: make room, or set "
+        "checkpoint.save to another folder. Earlier checkpoints are untouched."
     )
 
 

@@ -1,4 +1,4 @@
-"""Between a Megatron model and a Hugging Face (diffusers or transformers) folder. A model's table drives both ways."""
+"""From a Hugging Face (diffusers, transformers) folder to a Megatron model and back, by the model's table."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -38,9 +38,10 @@ def load_hf(model: nn.Module, mapping: Sequence[Row], folder: Path) -> None:
 
 @torch.no_grad()
 def hf_tensors(model: nn.Module, mapping: Sequence[Row]) -> Iterator[tuple[str, Tensor]]:
-    """The model's whole tensors under their Hugging Face names, in the parameters' dtype, on every rank. Collective.
+    """The model's whole tensors, in the parameters' dtype, under their Hugging Face names. Collective.
 
-    One parameter at a time is gathered from the tensor-parallel ranks; all ranks must take all tensors.
+    Every rank gets them. One parameter at a time is gathered from the tensor-parallel ranks, so all ranks
+    must take all tensors.
     """
     parameters = dict(model.named_parameters())
     for entry in match(mapping, parameters, _heads(model)):
@@ -49,7 +50,11 @@ def hf_tensors(model: nn.Module, mapping: Sequence[Row]) -> Iterator[tuple[str, 
 
 
 def export_hf(
-    model: nn.Module, mapping: Sequence[Row], source: Path, folder: Path, transformer_folder: str = "transformer"
+    model: nn.Module,
+    mapping: Sequence[Row],
+    source: Path,
+    folder: Path,
+    transformer_folder: str = "transformer",
 ) -> None:
     """Write a complete Hugging Face folder with the model's weights. Collective; rank 0 writes.
 
@@ -66,7 +71,12 @@ def export_hf(
             if dist.get_rank() == 0:
                 weights = SafetensorsFolder(source / transformer_folder)
                 parameters = dict(model.named_parameters())
-                _check(weights, source / transformer_folder, match(mapping, parameters, _heads(model)), parameters)
+                _check(
+                    weights,
+                    source / transformer_folder,
+                    match(mapping, parameters, _heads(model)),
+                    parameters,
+                )
                 _check_target(source, folder, transformer_folder)
                 _write_folder(tensors, weights, source, folder, transformer_folder)
         finally:
@@ -84,7 +94,9 @@ def _write_folder(
     def old_weights(directory: str, names: list[str]) -> list[str]:
         # The folder's other weight files are copies of the old weights in another precision or format.
         is_weights = Path(directory) == source / transformer_folder
-        return [name for name in names if is_weights and name.endswith((".safetensors", ".bin", ".index.json"))]
+        return [
+            name for name in names if is_weights and name.endswith((".safetensors", ".bin", ".index.json"))
+        ]
 
     try:
         with replacing(folder) as partial:
@@ -116,12 +128,16 @@ def _check(
     faults += [f"{name}: not in the model" for name in found - wanted.keys()]
     for name in wanted.keys() & found:
         if weights.shape(name) != wanted[name]:
-            faults.append(f"{name}: {list(weights.shape(name))} in the folder, {list(wanted[name])} in the model")
+            faults.append(
+                f"{name}: {list(weights.shape(name))} in the folder, {list(wanted[name])} in the model"
+            )
         if weights.dtype(name) not in DTYPES:
             faults.append(f"{name}: dtype {weights.dtype(name)}, known are {', '.join(DTYPES)}")
     if faults:
         lines = "\n".join(f"  {fault}" for fault in sorted(faults))
-        raise UserError(f"the weights in {folder} do not fit the model; does its config.json belong to them?\n{lines}")
+        raise UserError(
+            f"the weights in {folder} do not fit the model; does its config.json belong to them?\n{lines}"
+        )
 
 
 def _check_target(source: Path, folder: Path, transformer_folder: str) -> None:
@@ -131,7 +147,9 @@ def _check_target(source: Path, folder: Path, transformer_folder: str) -> None:
     if (folder / transformer_folder / "config.json").exists() or not folder.exists():
         return
     if not folder.is_dir() or any(folder.iterdir()):
-        raise UserError(f"cannot export to {folder}: it holds something other than an older export; empty it first.")
+        raise UserError(
+            f"cannot export to {folder}: it holds something other than an older export; empty it first."
+        )
 
 
 def _heads(model: nn.Module) -> Heads:

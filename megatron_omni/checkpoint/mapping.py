@@ -87,7 +87,7 @@ class Entry:
         return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
     def to_hf(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The whole Hugging Face tensors from the parameter's shards of all tensor-parallel ranks, in order."""
+        """The whole Hugging Face tensors from the parameter's shards, in the order of the ranks."""
         whole = shards[0] if self.dim is None else torch.cat(list(shards), dim=self.dim)
         if self.kind is not Kind.QKV:
             return [whole]
@@ -117,7 +117,9 @@ def match(mapping: Iterable[Row], names: Iterable[str], heads: Heads) -> list[En
         hf = tuple(_fill(pattern, numbers) + suffix for pattern in row.hf)
         entries.append(Entry(name, hf, row.kind, heads))
     if unmatched:
-        raise UserError(f"the model's table has no line for the parameters {', '.join(unmatched)}: add them to it.")
+        raise UserError(
+            f"the model's table has no line for the parameters {', '.join(unmatched)}: add them to it."
+        )
     return entries
 
 

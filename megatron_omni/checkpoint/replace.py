@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def partial_path(path: Path) -> Path:
-    """Where a folder or file is written before it takes the name `path`: beside it, on the same file system."""
+    """Where a folder or file is written before it takes the name `path`: on the same file system."""
     return path.with_name(f".{path.name}.partial")
 
 
@@ -23,7 +23,7 @@ def begin(folder: Path) -> Path:
 
 
 def commit(folder: Path) -> None:
-    """Flush the filled folder to the disk and give it the name `folder`; an older one of that name is removed."""
+    """Flush the filled folder to the disk and give it the name `folder`, in place of an older one."""
     partial, old = partial_path(folder), _old_path(folder)
     for directory, _, names in os.walk(partial):
         for path in [*(Path(directory, name) for name in names), Path(directory)]:

@@ -20,8 +20,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 class SafetensorsFolder:
     """Read access to the weights of a folder, tensor by tensor.
 
-    Opening it reads the headers only. Raises `UserError` for a missing folder, file or shard, for a damaged or
-    truncated file and for an index that does not fit the files.
+    Opening it reads the headers only. Raises `UserError` for a missing folder, file or shard, for a damaged
+    or truncated file and for an index that does not fit the files.
     """
 
     def __init__(self, folder: Path):

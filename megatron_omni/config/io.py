@@ -14,6 +14,7 @@ from megatron_omni.errors import UserError
 
 _SETTINGS = {group.name: [setting.name for setting in fields(group.type)] for group in fields(Config)}
 _GROUP_OF = {setting: group for group, settings in _SETTINGS.items() for setting in settings}
+_ADAPTER = TypeAdapter(Config)
 _FLOAT = re.compile(r"^[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?$")
 
 
@@ -58,7 +59,7 @@ def from_yaml(text: str, source: str = "configuration") -> Config:
     try:
         # JSON mode is strict about types, yet takes a list for a tuple and a mapping for a dataclass.
         as_json = json.dumps(groups, default=str)
-        return TypeAdapter(Config).validate_json(as_json, strict=True, extra="forbid")
+        return _ADAPTER.validate_json(as_json, strict=True, extra="forbid")
     except ValidationError as error:
         faults = "\n".join(f"  {_explain(fault)}" for fault in error.errors())
         raise UserError(f"{source} cannot be used:\n{faults}") from error

@@ -164,8 +164,8 @@ class CheckpointConfig:
     """Folder to resume from. If it holds no checkpoint yet, the run starts from model_path."""
     save_interval: int = 0
     """Iterations between checkpoints; 0 saves only at the end."""
-    export_hf: str = ""
-    """Folder for the final model in Hugging Face form; empty for none."""
+    export_hf: bool = False
+    """At the end, write the model in Hugging Face form to hf/ in the run's folder."""
 
 
 @dataclass

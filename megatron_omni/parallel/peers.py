@@ -1,13 +1,15 @@
 """Saying which rank failed, on the ranks that waited for it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_omni.errors import UserError
 
-class LostRanksError(RuntimeError):
+
+class LostRanksError(UserError):
     """A collective failed because of other ranks; the message says which."""
 
 
@@ -15,9 +17,9 @@ class LostRanksError(RuntimeError):
 def naming_lost_ranks(wait: timedelta = timedelta(seconds=10)) -> Iterator[None]:
     """Goes round everything that communicates.
 
-    A rank that fails leaves a note for the others. One whose collective failed, because a peer is gone or was silent
-    for the process group's timeout, reads the notes of all and raises `LostRanksError`; whoever left none within
-    `wait` has died or hangs. (NCCL's watchdog ends a process by itself; there torchrun says who failed.)
+    A rank that fails leaves a note for the others. One whose collective failed, because a peer is gone or was
+    silent for the process group's timeout, reads the notes of all and raises `LostRanksError`; whoever left
+    none within `wait` has died or hangs. (NCCL's watchdog ends processes itself; torchrun says who failed.)
     """
     try:
         yield
@@ -35,7 +37,8 @@ def naming_lost_ranks(wait: timedelta = timedelta(seconds=10)) -> Iterator[None]
 
 
 def _is_communication_error(error: Exception) -> bool:
-    return isinstance(error, dist.DistError) or "/gloo/transport/" in str(error)  # gloo's are plain RuntimeErrors
+    """Gloo's are plain RuntimeErrors that tell the source file."""
+    return isinstance(error, dist.DistError) or "/gloo/transport/" in str(error)
 
 
 def _key(rank: int) -> str:
@@ -45,10 +48,8 @@ def _key(rank: int) -> str:
 def _read_notes(store: dist.Store, wait: timedelta) -> dict[int, str | None]:
     """Each rank's note: its own error, "" if it lost another rank, None if there is no note."""
     ranks = range(dist.get_world_size())
-    try:
+    with suppress(dist.DistStoreError):  # not all have come in time
         store.wait([_key(rank) for rank in ranks], wait)
-    except dist.DistStoreError:
-        pass  # not all have come in time
     return {rank: store.get(_key(rank)).decode() if store.check([_key(rank)]) else None for rank in ranks}
 
 

@@ -35,7 +35,7 @@ class Layout:
         )
 
     def gather_data_parallel(self, tensor: Tensor) -> Tensor:
-        """The tensors of all data-parallel ranks, of equal shape, joined along the last dimension in order."""
+        """The tensors of all data-parallel ranks, of equal shape, joined along the last dimension."""
         if self.data_size == 1:
             return tensor
         parts = [torch.empty_like(tensor, device=self.device) for _ in range(self.data_size)]
@@ -60,7 +60,7 @@ class Layout:
         """Each value reduced over the data-parallel ranks, which all give the same names."""
         if self.data_size == 1:
             return values
-        table = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
+        table = torch.tensor(list(values.values()), dtype=torch.float32, device=self.device)
         dist.all_reduce(table, op=op, group=parallel_state.get_data_parallel_group())
         return dict(zip(values, table.tolist(), strict=True))
 
@@ -68,7 +68,7 @@ class Layout:
 def initialize(config: ParallelConfig, seed: int) -> Layout:
     """Joins the processes that torchrun started (or makes a world of one) and forms Megatron's groups.
 
-    Seeds all generators: the default one alike on every rank, Megatron's model-parallel one by tensor-parallel rank.
+    Seeds torch's default generators alike on every rank, and Megatron's model-parallel one by tensor rank.
     """
     platform = current_platform()
     device = platform.device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -23,7 +23,7 @@ def current_platform() -> Platform:
     """
     name = os.environ.get("MEGATRON_OMNI_PLATFORM") or _detect()
     if name not in _PLATFORMS:
-        raise UserError(f"MEGATRON_OMNI_PLATFORM={name!r} is unknown; set it to one of {', '.join(_PLATFORMS)}")
+        raise UserError(f"MEGATRON_OMNI_PLATFORM={name!r} is unknown; set one of {', '.join(_PLATFORMS)}")
     return _PLATFORMS[name]()
 
 

@@ -27,7 +27,7 @@ class Platform(ABC):
 
     @abstractmethod
     def peak_memory_gib(self) -> float:
-        """Highest memory use since the last reset, in GiB: allocated device memory, or resident memory on a CPU."""
+        """Highest use of device memory since the last reset, in GiB; on a CPU, of resident memory."""
 
     @abstractmethod
     def reset_peak_memory(self) -> None:

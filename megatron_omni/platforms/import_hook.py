@@ -1,17 +1,14 @@
 """Running code right after a module of a package has been imported."""
 
 import sys
-import warnings
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_HARMLESS_WARNING = r"(Transformer Engine and )?Apex (is|are) not installed"
-
 
 def after_import(package: str, action: Callable[[ModuleType], None]) -> None:
-    """Call `action(module)` for every module below `package`: those imported already, and later ones on import."""
+    """Call `action(module)` for every module below `package`: those imported already and those to come."""
     for name, module in list(sys.modules.items()):
         if name.startswith(package + "."):
             action(module)
@@ -34,9 +31,7 @@ class _AfterImport(MetaPathFinder):
 
     def _then_act(self, exec_module: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
         def exec_module_then_act(module: ModuleType) -> None:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=_HARMLESS_WARNING)
-                exec_module(module)
+            exec_module(module)
             self.action(module)
 
         return exec_module_then_act

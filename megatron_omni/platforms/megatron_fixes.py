@@ -1,5 +1,7 @@
 """Faults of megatron-core 0.16 to 0.19 without Transformer Engine and Apex, mended on every device."""
 
+import os
+import warnings
 from functools import cache
 from types import ModuleType
 
@@ -7,10 +9,19 @@ import torch
 
 from megatron_omni.platforms.import_hook import after_import
 
+_WARNINGS_OF_ITS_OWN_CODE = (
+    "full scope is deprecated",
+    "The .grad attribute of a Tensor that is not a leaf",
+    "`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+)
+
 
 @cache
 def install() -> None:
     """Mend each faulty module as soon as it is imported."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's wish, with tensor parallelism
+    for message in _WARNINGS_OF_ITS_OWN_CODE:
+        warnings.filterwarnings("ignore", message)
     after_import("megatron", _mend)
 
 
@@ -48,7 +59,8 @@ def _mend_distributed_optimizer(module: ModuleType) -> None:
         return state_dict(self)
 
     def load_state_dict_with_own_steps(self, saved):
-        load_state_dict(self, saved)  # makes all parameters share one step tensor, which Adam would count up for each
+        """As shipped, all parameters share one step tensor, which Adam then counts up for each of them."""
+        load_state_dict(self, saved)
         for state in self.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()

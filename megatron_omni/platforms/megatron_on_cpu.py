@@ -1,7 +1,8 @@
 """megatron-core 0.16 to 0.19 on CPU and gloo, without touching its source.
 
-Megatron's modules get their own view of `torch`, in which `torch.cuda` and `device="cuda"` mean the CPU. All other
-code keeps the real torch. Two tensor methods cannot be replaced for Megatron alone; they look at their caller.
+Megatron's modules get their own view of `torch`, in which `torch.cuda` and `device="cuda"` mean the CPU. All
+other code keeps the real torch. Two tensor methods cannot be replaced for Megatron alone; they look at their
+caller.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import functools
 import logging
 import multiprocessing
 import sys
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -26,6 +28,7 @@ _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "rand", "tensor",
 @functools.cache
 def install() -> None:
     """Make Megatron's modules, imported already or later, run on the CPU."""
+    warnings.filterwarnings("ignore", "(Transformer Engine and )?Apex (is|are) not installed")
     _scope_tensor_methods()
     after_import("megatron", _adapt)
 

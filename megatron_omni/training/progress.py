@@ -74,11 +74,11 @@ def _line(iteration: int, total: int, metrics: dict[str, float], seconds_left: f
         ]
         parts.append(f"{seconds:.1f} s" + (f" ({', '.join(shares)})" if shares else ""))
     if seconds_left:
-        parts.append(f"{_duration(seconds_left)} left")
+        parts.append(f"{format_duration(seconds_left)} left")
     return " · ".join(parts)
 
 
-def _duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """'2 h 05 min', '3 min 20 s' or '12 s'."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

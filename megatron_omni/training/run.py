@@ -1,55 +1,79 @@
-"""Everything one run is made of, built from its configuration."""
+"""A run: what `pretrain_rl.py` moves forward, iteration by iteration."""
 
-from dataclasses import dataclass
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron_omni.algorithms.base import Advantages, Algorithm
-from megatron_omni.algorithms.registry import ALGORITHMS
-from megatron_omni.cache import BatchCache
-from megatron_omni.checkpoint.hf import load_hf
+from megatron_omni.algorithms.base import Advantages
+from megatron_omni.checkpoint.collective import on_rank_0
+from megatron_omni.checkpoint.distributed import Checkpointer, latest_iteration
+from megatron_omni.checkpoint.hf import export_hf
+from megatron_omni.config.io import to_yaml
 from megatron_omni.config.schema import Config
-from megatron_omni.data.prompts import PromptSet
-from megatron_omni.models.base import ModelFamily
-from megatron_omni.models.registry import MODELS
-from megatron_omni.parallel.state import Layout
-from megatron_omni.rewards.pool import RewardPool
-from megatron_omni.rollout.base import RolloutEngine, RolloutRequest, Trajectory
-from megatron_omni.rollout.megatron.engine import MegatronEngine
-from megatron_omni.rollout.registry import ENGINES
-from megatron_omni.sampling.guidance import Guidance
-from megatron_omni.training.evaluation import Evaluator
-from megatron_omni.training.optimizer import Optimization, build_optimization
-from megatron_omni.training.scoring import GlobalRewards, Scorer
-from megatron_omni.training.update import Updater, UpdateResult
+from megatron_omni.config.validate import validate
+from megatron_omni.data.sampler import shard
+from megatron_omni.errors import UserError
+from megatron_omni.parallel import state
+from megatron_omni.parallel.peers import naming_lost_ranks
+from megatron_omni.platforms import current_platform
+from megatron_omni.rollout.base import RolloutRequest, Trajectory
+from megatron_omni.training.build import Parts, build_parts
+from megatron_omni.training.evaluation import Evaluation
+from megatron_omni.training.metrics import MetricsWriter
+from megatron_omni.training.progress import ProgressDisplay
+from megatron_omni.training.report import write_report
+from megatron_omni.training.samples import SampleCaption, sample_folder, save_samples
+from megatron_omni.training.scoring import GlobalRewards
+from megatron_omni.training.timing import Timings
+from megatron_omni.training.update import UpdateResult
 
-CACHED_PROMPTS = 8192
 
-
-@dataclass(frozen=True)
 class Run:
-    """The parts of a run, on this process."""
+    """The state of a run on this process, and the steps that an iteration is made of."""
 
-    layout: Layout
-    family: ModelFamily
-    optimization: Optimization
-    prompts: PromptSet
-    engine: RolloutEngine
-    algorithm: Algorithm
-    scorer: Scorer | None
-    """None where the algorithm uses no rewards and nothing is evaluated."""
-    updater: Updater
-    evaluator: Evaluator | None
-    """None without held-out prompts."""
-    micro_batch_size: int
+    def __init__(self, config: Config, layout: state.Layout, parts: Parts, checkpointer: Checkpointer):
+        self.config = config
+        self.layout = layout
+        self.parts = parts
+        self.algorithm = parts.algorithm
+        self.engine = parts.engine
+        self.checkpointer = checkpointer
+        self.folder = run_folder(config)
+        self.checkpoints = checkpoint_folder(config)
+        self.platform = current_platform()
+        self.timings = Timings(self.platform.synchronize)
+        self.iteration = self._resume()
+        self.saved_iteration = self.iteration
+
+    def iterations(self) -> Iterator[int]:
+        """The iterations that are still to do."""
+        yield from range(self.iteration, self.config.training.train_iters)
+
+    def next_prompts(self, iteration: int) -> tuple[list[dict[str, Any]], int]:
+        """This process's rows of the iteration, and the number of the first."""
+        self.started = time.perf_counter()
+        size = self.config.rollout.rollout_batch_size
+        batch = self.parts.prompts.batch(iteration, size, self.config.training.seed)
+        rows = shard(batch, self.layout.data_rank, self.layout.data_size)
+        return [row.metadata for row in rows], self.layout.data_rank * len(rows)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Books the time of the block under `time/<name>`."""
+        return self.timings.phase(name)
 
     def draw(self, requests: list[RolloutRequest]) -> Trajectory:
         """The requests' samples. Each finished micro-batch goes to the reward while the next is drawn."""
         parts, start = [], 0
         for trajectory in self.engine.generate(requests):
             if self.algorithm.uses_rewards:
-                self.scorer.submit(trajectory, requests[start : start + len(trajectory)])
+                self.parts.scorer.submit(trajectory, requests[start : start + len(trajectory)])
             start += len(trajectory)
             parts.append(trajectory)
         return Trajectory.concatenate(parts)
@@ -57,84 +81,215 @@ class Run:
     def rewards(self, trajectory: Trajectory) -> GlobalRewards:
         """The samples' rewards, of all processes; zeros where the algorithm uses none."""
         if self.algorithm.uses_rewards:
-            return self.scorer.collect()
+            return self.parts.scorer.collect()
         prompt_id = self.layout.gather_data_parallel(trajectory.prompt_id)
-        return GlobalRewards(torch.zeros(len(prompt_id)), torch.ones(len(prompt_id), dtype=bool), prompt_id)
+        return GlobalRewards(
+            torch.zeros(len(prompt_id)), torch.ones(len(prompt_id), dtype=torch.bool), prompt_id
+        )
 
     def update(self, trajectory: Trajectory, advantages: Advantages, iteration: int) -> list[UpdateResult]:
         """The iteration's optimizer steps. `advantages` are those of all processes."""
         first = self.layout.data_rank * len(trajectory)
         own = advantages.rows(first, first + len(trajectory))
-        updates = self.algorithm.micro_batches(trajectory, own, self.micro_batch_size, iteration)
-        return [self.updater.step(batches) for batches in updates]
+        size = self.config.training.micro_batch_size
+        updates = self.algorithm.micro_batches(trajectory, own, size, iteration)
+        return [self.parts.updater.step(batches) for batches in updates]
 
+    def start(self) -> None:
+        """Evaluates the initial weights."""
+        if self.parts.evaluator:
+            evaluation = self._evaluate(0)
+            self.writer.log(0, evaluation.metrics, {"eval/samples": evaluation.images})
+            self.display.message(f"before training: {_scores(evaluation)}")
 
-def build_run(config: Config, layout: Layout) -> Run:
-    """Builds every part; raises `UserError` for input that cannot work, before anything is trained."""
-    folder = Path(config.model.model_path)
-    family = MODELS.get(config.model.model)
-    dtype = torch.bfloat16 if config.model.bf16 else torch.float32
-    pipeline = family.open_pipeline(folder, layout.device, dtype)
-    size = pipeline.latent_size(config.rollout.height, config.rollout.width)
-    sigmas = pipeline.sigmas(config.rollout.num_inference_steps, size)
-    algorithm = ALGORITHMS.get(config.algorithm.algorithm)(config, sigmas)
-    prompts = PromptSet.from_file(config.data.train_data)
-    heldout = PromptSet.from_file(config.data.eval_data) if config.data.eval_data else None
-    scorer = None
-    if algorithm.uses_rewards or heldout:
-        scorer = open_scorer(config, layout, config.reward.reward, prompts, heldout)
+    def finish_iteration(
+        self,
+        iteration: int,
+        trajectory: Trajectory,
+        rewards: GlobalRewards,
+        advantages: Advantages,
+        updates: list[UpdateResult],
+    ) -> None:
+        """Reports iteration number `iteration` (from 1), and evaluates and saves where these are due."""
+        seconds = time.perf_counter() - self.started
+        metrics = self._reduce(updates)
+        if self.algorithm.uses_rewards:
+            metrics |= {
+                "train/reward_mean": float(rewards.valid_values().mean()),
+                "train/reward_std": float(rewards.valid_values().std(correction=0)),
+                "train/advantage_zero_fraction": advantages.zero_fraction,
+                "reward/failed": float(rewards.failed),
+            }
+        metrics |= self.timings.take() | {
+            "time/iteration": seconds,
+            "throughput/samples_per_second": len(rewards.values) / seconds,
+            "consistency/weight_version": float(trajectory.weight_version),
+            "memory/peak_gib": self._peak_memory(),
+        }
+        self._check_finite(iteration, metrics)
+        last = iteration == self.config.training.train_iters
+        pictures = {}
+        if self.parts.evaluator and (last or iteration % self.config.training.eval_interval == 0):
+            evaluation = self._evaluate(iteration)
+            metrics |= evaluation.metrics
+            pictures = {"eval/samples": evaluation.images}
+        self.iteration = iteration
+        self.writer.log(iteration, metrics, pictures)
+        self.display.update(iteration, metrics)
+        if pictures:
+            self._write_report()
+        interval = self.config.checkpoint.save_interval
+        if last or (interval and iteration % interval == 0):
+            self._save()
 
-    model = build_model(config, family, folder, layout)
-    reference = None
-    if algorithm.needs_reference:
-        reference = build_model(config, family, folder, layout).requires_grad_(False).eval()
-    optimization = build_optimization(config, model)
-    embeddings = BatchCache(pipeline.encode_prompts, CACHED_PROMPTS)
-    guidance = Guidance(config.rollout.true_cfg_scale, config.model.batch_invariant)
-    parts = (config, model, pipeline, embeddings, layout.device)
-    return Run(
-        layout=layout,
-        family=family,
-        optimization=optimization,
-        prompts=prompts,
-        engine=ENGINES.get(config.rollout.rollout_engine)(*parts),
-        algorithm=algorithm,
-        scorer=scorer,
-        updater=Updater(
-            optimization, algorithm, guidance, embeddings, config.rollout.negative_prompt, size, reference
-        ),
-        evaluator=Evaluator(
-            config,
-            layout,
-            MegatronEngine(*parts),
-            heldout,
-            scorer,
-            open_heldout_scorer(config, layout, heldout),
+    def finish(self) -> None:
+        """The last checkpoint, the export and the report."""
+        if self.saved_iteration < self.iteration:
+            self._save()
+        if self.config.checkpoint.export_hf:
+            self._export()
+        self._write_report()
+        self.display.message(f"checkpoint: {self.checkpoints}")
+        self.display.message(f"report: {self.folder / 'report.html'}")
+
+    @contextmanager
+    def opened(self) -> Iterator["Run"]:
+        """The run with its outputs open."""
+        resumed = self.iteration or None
+        on_rank_0(lambda: _prepare_folder(self.config, resumed))
+        self.writer = MetricsWriter(self.folder, self.config, resumed)
+        self.display = ProgressDisplay(self.config.training.train_iters, self.iteration)
+        try:
+            with self.display:
+                self.display.message(self._describe())
+                yield self
+        finally:
+            self.writer.close()
+
+    def _resume(self) -> int:
+        if not self.config.checkpoint.load:
+            return 0
+        resumed = self.checkpointer.load(Path(self.config.checkpoint.load))
+        if resumed is None:
+            return 0
+        self.engine.update_weights(version=resumed.iteration)
+        return resumed.iteration
+
+    def _save(self) -> None:
+        with self.phase("save"):
+            consumed = self.iteration * self.config.rollout.rollout_batch_size
+            self.checkpointer.save(self.checkpoints, self.iteration, {"consumed_prompts": consumed})
+        self.saved_iteration = self.iteration
+
+    def _export(self) -> None:
+        family, target = self.parts.family, self.folder / "hf"
+        source = Path(self.config.model.model_path)
+        model = self.parts.optimization.model.module
+        export_hf(model, family.mapping, source, target, family.transformer_folder)
+        self.display.message(f"model: {target}")
+
+    def _evaluate(self, iteration: int) -> Evaluation:
+        start = time.perf_counter()
+        evaluation = self.parts.evaluator.run()
+        evaluation.metrics["time/eval"] = time.perf_counter() - start
+        if self.layout.rank == 0:
+            heldout = evaluation.heldout_rewards or [None] * len(evaluation.prompts)
+            captions = [
+                SampleCaption(prompt, reward, second)
+                for prompt, reward, second in zip(
+                    evaluation.prompts, evaluation.rewards, heldout, strict=True
+                )
+            ]
+            save_samples(sample_folder(self.folder, iteration), evaluation.images, captions)
+        return evaluation
+
+    def _reduce(self, updates: list[UpdateResult]) -> dict[str, float]:
+        """Over updates and processes. Consistency is that of the first update, whose weights sampled."""
+        first = {name: value for name, value in updates[0].means.items() if name.startswith("consistency/")}
+        means = {
+            name: sum(update.means[name] for update in updates) / len(updates) for name in updates[0].means
+        }
+        return self.layout.reduce_data_parallel(means | first, dist.ReduceOp.AVG) | (
+            self.layout.reduce_data_parallel(updates[0].maxima, dist.ReduceOp.MAX)
         )
-        if heldout
-        else None,
-        micro_batch_size=config.training.micro_batch_size,
-    )
+
+    def _peak_memory(self) -> float:
+        peak = {"peak": self.platform.peak_memory_gib()}
+        return self.layout.reduce_data_parallel(peak, dist.ReduceOp.MAX)["peak"]
+
+    def _check_finite(self, iteration: int, metrics: dict[str, float]) -> None:
+        for name in ("train/loss", "train/grad_norm"):
+            if not math.isfinite(metrics[name]):
+                raise UserError(
+                    f"{name} is {metrics[name]} in iteration {iteration}: training has diverged. Lower --lr "
+                    f"and resume with --load {self.checkpoints}, whose last checkpoint is untouched."
+                )
+
+    def _write_report(self) -> None:
+        if self.layout.rank == 0:
+            write_report(self.folder)
+
+    def _describe(self) -> str:
+        config, model = self.config, self.parts.optimization.model.module
+        parameters = sum(parameter.numel() for parameter in model.parameters()) * self.layout.tensor_size
+        lines = [
+            f"{config.algorithm.algorithm} on {config.model.model} ({parameters / 1e6:.1f} M parameters, "
+            f"{'bfloat16' if config.model.bf16 else 'float32'})",
+            str(self.layout),
+        ]
+        if self.iteration:
+            lines.append(f"resumed after iteration {self.iteration}")
+        return " · ".join(lines)
 
 
-def build_model(config: Config, family: ModelFamily, folder: Path, layout: Layout) -> torch.nn.Module:
-    """The Megatron module on this rank's device, with the folder's weights."""
-    model = family.build_model(folder, config.model, config.parallel).to(layout.device)
-    load_hf(model, family.mapping, folder / family.transformer_folder)
-    return model
+@contextmanager
+def open_run(config: Config) -> Iterator[Run]:
+    """Builds a run, resumes it where `checkpoint.load` says so, and closes it at the end.
+
+    Raises `UserError` for settings and input that cannot work, before anything is trained.
+    """
+    validate(config, int(os.environ.get("WORLD_SIZE", "1")))
+    layout = state.initialize(config.parallel, config.training.seed)
+    with naming_lost_ranks(), closing(build_parts(config, layout)) as parts:
+        optimization = parts.optimization
+        checkpointer = Checkpointer(
+            optimization.model, optimization.optimizer, optimization.scheduler, config
+        )
+        with Run(config, layout, parts, checkpointer).opened() as run:
+            yield run
+    state.destroy()
 
 
-def open_scorer(config: Config, layout: Layout, reward: str, *prompts: PromptSet | None) -> Scorer:
-    """The reward's worker processes; they check at once that every prompt can be scored."""
-    scorer = Scorer(
-        layout, lambda: RewardPool(reward, config.reward.reward_workers, config.reward.reward_timeout)
-    )
-    if scorer.pool:
-        scorer.pool.check_prompts(row.metadata for each in prompts if each for row in each.rows)
-    return scorer
+def run_folder(config: Config) -> Path:
+    return Path(config.logging.output_dir) / config.logging.run_name
 
 
-def open_heldout_scorer(config: Config, layout: Layout, heldout: PromptSet) -> Scorer | None:
-    return (
-        open_scorer(config, layout, config.reward.eval_reward, heldout) if config.reward.eval_reward else None
-    )
+def checkpoint_folder(config: Config) -> Path:
+    return Path(config.checkpoint.save) if config.checkpoint.save else run_folder(config) / "checkpoints"
+
+
+def _prepare_folder(config: Config, resumed: int | None) -> None:
+    """The run's folder with its configuration. What an earlier run left is moved aside, not overwritten."""
+    folder, checkpoints = run_folder(config), checkpoint_folder(config)
+    if resumed is None and folder.exists():
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}-{number}")).exists():
+            number += 1
+        folder.rename(aside)
+        print(f"{folder} held an earlier run: it is now {aside}")
+    if checkpoints.is_dir() and latest_iteration(checkpoints) != resumed:
+        raise UserError(
+            f"{checkpoints} holds checkpoints of another run: resume it with --load, or set another --save."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / ".config.yaml.partial"
+    beside.write_text(to_yaml(config), encoding="utf-8")
+    beside.replace(folder / "config.yaml")
+
+
+def _scores(evaluation: Evaluation) -> str:
+    metrics = evaluation.metrics
+    text = f"held-out reward {metrics['eval/reward_mean']:.3f} ± {metrics['eval/reward_sem']:.3f}"
+    if "eval/heldout_reward_mean" in metrics:
+        text += f", second judge {metrics['eval/heldout_reward_mean']:.3f}"
+    return text

@@ -54,7 +54,7 @@ class Scorer:
         prompt_id = torch.cat([ids for _, ids in self.pending])
         results = [future.result() for future, _ in self.pending if future]
         self.pending = []
-        table = torch.zeros(3, len(prompt_id), dtype=torch.float64)
+        table = torch.zeros(3, len(prompt_id))
         if self.pool:
             table[0] = torch.cat([result.values for result in results])
             table[1] = torch.cat([result.valid for result in results])
@@ -66,7 +66,7 @@ class Scorer:
             raise UserError(
                 f"every sample's reward failed; the last error was: {errors[-1] if errors else '?'}"
             )
-        return GlobalRewards(values.float(), valid.bool(), prompt_id.long())
+        return GlobalRewards(values, valid.bool(), prompt_id.long())
 
     def close(self) -> None:
         if self.pool:

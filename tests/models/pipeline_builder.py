@@ -17,7 +17,7 @@ CHANNELS = 4
 
 
 def tiny_pipeline_folder(path: Path, seed: int = 0) -> Path:
-    """Writes the folder: byte-level tokens, an encoder of width 16, a codec of 4 channels, Qwen's schedule."""
+    """Writes it: byte-level tokens, an encoder of width 16, a codec of 4 channels, Qwen's schedule."""
     torch.manual_seed(seed)
     tokenizer = tiny_tokenizer()
     QwenImagePipeline(

@@ -288,7 +288,7 @@ def test_every_layout_gives_diffusers_outputs_and_gradients(world_size: int, par
 
 
 def check_layout(parallel: ParallelConfig) -> None:
-    """On each rank: velocity and this rank's share of all gradients, reduced by Megatron, equal diffusers'."""
+    """On each rank: the velocity, and its share of all gradients as Megatron reduces them."""
     initialize(parallel, seed=0)
     data_rank = parallel_state.get_data_parallel_rank()
     data_size = parallel_state.get_data_parallel_world_size()

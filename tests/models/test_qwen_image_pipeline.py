@@ -159,7 +159,7 @@ def test_a_sigma_table_survives_the_next_call(pipeline):
 
 
 def test_a_size_the_codec_cannot_divide_is_refused(pipeline):
-    with pytest.raises(UserError, match="40×96.*multiples of 16"):
+    with pytest.raises(UserError, match=r"40×96.*multiples of 16"):
         pipeline.latent_size(40, 96)
     with pytest.raises(UserError, match="multiples of 16"):
         pipeline.encode_images(random_images(1, 16, 24))
@@ -174,13 +174,18 @@ def test_bfloat16_parts_take_and_give_float32_latents(folder):
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(UserError, match="absent.*model_index.json"):
+    with pytest.raises(UserError, match=r"absent.*model_index\.json"):
         QwenImagePipeline(tmp_path / "absent", CPU, torch.float32)
 
 
 @pytest.mark.parametrize(
     ("index", "message"),
-    [('{"_class_name": "FluxPipeline"}', "FluxPipeline"), ("{", "damaged"), ("[]", "damaged"), ("{}", "damaged")],
+    [
+        ('{"_class_name": "FluxPipeline"}', "FluxPipeline"),
+        ("{", "damaged"),
+        ("[]", "damaged"),
+        ("{}", "damaged"),
+    ],
 )
 def test_a_folder_of_another_kind_is_refused(tmp_path, index, message):
     (tmp_path / "model_index.json").write_text(index)

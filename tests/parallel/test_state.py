@@ -1,8 +1,8 @@
 """Process groups, what a layout gathers, and isolation of jobs on one host."""
 
 import os
-import subprocess
-import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,13 +44,14 @@ def test_tensor_parallel_ranks_are_neighbours_and_data_parallelism_takes_what_is
 @pytest.mark.parametrize(
     ("config", "description"),
     [
-        (ParallelConfig(2), "2 cpu process(es): tensor parallel 2 × data parallel 1"),
-        (ParallelConfig(2, True), "2 cpu process(es): tensor parallel 2 + sequence parallel × data parallel 1"),
-        (ParallelConfig(1), "2 cpu process(es): tensor parallel 1 × data parallel 2"),
+        (ParallelConfig(2), "tensor parallel 2 × data parallel 1"),
+        (ParallelConfig(2, True), "tensor parallel 2 + sequence parallel × data parallel 1"),
+        (ParallelConfig(1), "tensor parallel 1 × data parallel 2"),
     ],
 )
 def test_a_layout_describes_itself(config: ParallelConfig, description: str):
-    assert {str(layout) for layout, _, _ in run_distributed(places, 2, config)} == {description}
+    layouts = {str(layout) for layout, _, _ in run_distributed(places, 2, config)}
+    assert layouts == {f"2 cpu process(es): {description}"}
 
 
 def communicate() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict, dict]:
@@ -93,41 +94,22 @@ def test_the_forked_generator_differs_between_tensor_ranks_and_leaves_the_shared
     assert firsts[0] == firsts[2] != firsts[1] == firsts[3]
 
 
-ALONE = """
-import torch.distributed as dist
-from megatron_omni.config.schema import ParallelConfig
-from megatron_omni.parallel.state import destroy, initialize
-for seed in range(2):
-    print(initialize(ParallelConfig(), seed))
-    dist.barrier()
-    input()
-    destroy()
-"""
-
-
-def test_jobs_of_one_process_start_by_themselves_side_by_side_and_again_after_destroy():
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    command = [sys.executable, "-c", ALONE]
-    pipe = subprocess.PIPE
-    jobs = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) for _ in range(2)]
-    try:
-        for job in jobs:  # both stand in their world at once
-            assert "1 cpu process(es)" in job.stdout.readline()
-        for job in jobs:
-            job.communicate("\n\n", timeout=60)
-    finally:
-        for job in jobs:
-            job.kill()
-    assert [job.returncode for job in jobs] == [0, 0]
-
-
-def twice() -> tuple[int, int]:
-    sizes = []
-    for config in (TP2, ParallelConfig()):
-        sizes.append(initialize(config, seed=0).tensor_size)
+def initialize_alone(folder: Path) -> list[tuple[str, float]]:
+    """A process without torchrun's environment, in its own world while another one is in its own, twice."""
+    rank = os.environ.pop("RANK")
+    seen = []
+    for round_ in range(2):
+        layout = initialize(ParallelConfig(), seed=0)
+        (folder / f"{rank}.{round_}").touch()
+        while len(list(folder.glob(f"*.{round_}"))) < 2:
+            time.sleep(0.01)
+        ones = torch.ones(())
+        dist.all_reduce(ones)
+        seen.append((str(layout), ones.item()))
         destroy()
-    return tuple(sizes)
+    return seen
 
 
-def test_destroy_makes_room_for_another_layout():
-    assert run_distributed(twice, 2) == [(2, 1), (2, 1)]
+def test_jobs_of_one_process_start_by_themselves_side_by_side_and_again_after_destroy(tmp_path: Path):
+    alone = ("1 cpu process(es): tensor parallel 1 × data parallel 1", 1.0)
+    assert run_distributed(initialize_alone, 2, tmp_path) == [[alone, alone]] * 2

@@ -1,4 +1,4 @@
-"""Metrics survive kills and resumes, stay valid JSON, and say the same everywhere; pictures survive unchanged."""
+"""Metrics survive kills and resumes and stay valid JSON; pictures survive unchanged."""
 
 import io
 import json
@@ -87,7 +87,8 @@ def test_every_finished_iteration_survives_sigkill(tmp_path):
         from pathlib import Path
         from megatron_omni.config.schema import Config, LoggingConfig
         from megatron_omni.training.metrics import MetricsWriter
-        writer = MetricsWriter(Path({str(tmp_path)!r}), Config(logging=LoggingConfig(tensorboard=False)), None)
+        config = Config(logging=LoggingConfig(tensorboard=False))
+        writer = MetricsWriter(Path({str(tmp_path)!r}), config, None)
         for iteration in range(1, 6):
             writer.log(iteration, {{"train/loss": 1.0}})
         os.kill(os.getpid(), signal.SIGKILL)
@@ -172,7 +173,7 @@ def test_only_rank_0_writes(tmp_path):
         )
         for rank in range(2)
     ]
-    assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
     assert len(read_metrics(tmp_path / "run_0")) == 1
     assert not (tmp_path / "run_1").exists()
 

@@ -8,7 +8,7 @@ from megatron_omni.training.progress import ProgressDisplay
 
 _METRICS = {
     "train/reward_mean": 0.612, "train/reward_std": 0.21, "train/loss": 1.2e-4, "train/clip_fraction": 0.031,
-    "reward/failed": 2, "time/iteration": 4.0, "time/rollout": 1.0, "time/update": 2.0, "time/weight_sync": 0.0,
+    "reward/failed": 2, "time/iteration": 4.0, "time/rollout": 1.0, "time/update": 2.0,
 }  # fmt: skip
 
 

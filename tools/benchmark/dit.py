@@ -11,18 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from diffusers import QwenImageTransformer2DModel
 
-from megatron_omni.platforms import current_platform
-
-current_platform().prepare()
-
-from diffusers import QwenImageTransformer2DModel  # noqa: E402
-
-from megatron_omni.config.schema import ModelConfig, ParallelConfig  # noqa: E402
-from megatron_omni.models.base import ImageSize, TextCondition  # noqa: E402
-from megatron_omni.models.layers.linear import backend  # noqa: E402
-from megatron_omni.models.qwen_image.config import QwenImageConfig, transformer_config  # noqa: E402
-from megatron_omni.models.qwen_image.model import QwenImageModel  # noqa: E402
+from megatron_omni.config.schema import ModelConfig, ParallelConfig
+from megatron_omni.models.base import ImageSize, TextCondition
+from megatron_omni.models.layers.linear import backend
+from megatron_omni.models.qwen_image.config import QwenImageConfig, transformer_config
+from megatron_omni.models.qwen_image.model import QwenImageModel
 
 
 @dataclass(frozen=True)
@@ -103,8 +98,7 @@ def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 def text(case: Case, padded: bool) -> TextCondition:
     lengths = [case.text_tokens - (i % 3 if padded else 0) for i in range(case.batch)]
-    condition = TextCondition.pad([torch.randn(length, TEXT_WIDTH) for length in lengths])
-    return condition
+    return TextCondition.pad([torch.randn(length, TEXT_WIDTH) for length in lengths])
 
 
 def medians(steps: list[Callable[[], None]], repetitions: int, clock: Callable[[], float]) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.utils import sharded_state_dict_default
@@ -167,10 +167,12 @@ class QwenImageModel(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
         """Tensors under their global names, so that a checkpoint loads at every layout."""
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        children = {name: module for name, module in self.named_children() if module is not self.layers}
+        children |= {f"layers.{number}": layer for number, layer in enumerate(self.layers)}
         sharded = {}
-        for name, module in self.named_children():
-            if module is not self.layers:
-                sharded |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata)
-        for number, layer in enumerate(self.layers):
-            sharded |= layer.sharded_state_dict(f"{prefix}layers.{number}.", sharded_offsets, metadata)
+        for name, module in children.items():
+            sharded |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group
+            )
         return sharded
