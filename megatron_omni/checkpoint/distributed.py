@@ -126,6 +126,7 @@ class Checkpointer:
             raise UserError(f"checkpoint {source} is damaged: {error}. {_how_to_choose(folder)}") from error
         self.model.load_state_dict(loaded["model"])
         self.optimizer.load_state_dict(loaded["optimizer"])
+        self.scheduler.num_steps = 0  # loading adds the checkpoint's steps to those taken
         self.scheduler.load_state_dict(loaded["scheduler"])
         if same_layout:
             _restore_random_states(loaded)

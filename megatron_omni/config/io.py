@@ -31,7 +31,14 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    pass
+    """PyYAML writes Unicode's line breaks bare and reads them back as something else, unless quoted."""
+
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 for _kind in (_Loader, _Dumper):

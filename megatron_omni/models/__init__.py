@@ -1,0 +1,1 @@
+import megatron_omni.platforms.ready  # noqa: F401  # before Megatron

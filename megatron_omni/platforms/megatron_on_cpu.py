@@ -190,7 +190,9 @@ def _adapt_moe(module: ModuleType) -> None:
 def _adapt_checkpoint_writer(module: ModuleType) -> None:
     """A forked queue. Megatron's spawns a server process, which costs each rank seconds."""
     queue = functools.cache(multiprocessing.get_context("fork").Queue)
-    module._get_write_results_queue = lambda *args: queue()
+    for getter in ("_get_write_results_queue", "get_write_results_queue"):  # 0.16, and from 0.17
+        if hasattr(module, getter):
+            setattr(module, getter, lambda *args: queue())
 
 
 _ADAPTERS = {

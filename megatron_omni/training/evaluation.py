@@ -41,12 +41,12 @@ class Evaluator:
         heldout_scorer: Scorer | None,
     ):
         seed = config.training.seed
-        self.pictures = config.logging.sample_images
         self.engine = engine
         self.scorer = scorer
         self.heldout_scorer = heldout_scorer
         # Every rank draws equally many, so that collectives match. Rank 0 draws the first ones.
         per_rank = max(1, min(config.training.eval_samples, len(prompts)) // layout.data_size)
+        self.pictures = min(config.logging.sample_images, per_rank)
         first = layout.data_rank * per_rank
         self.requests = [
             RolloutRequest(

@@ -154,8 +154,10 @@ def config(tensor_parallel: int = 1, bf16: bool = False, seed: int = 0) -> Confi
     settings.parallel.tensor_model_parallel_size = tensor_parallel
     settings.model.bf16 = bf16
     settings.training.seed = seed
-    settings.optimizer.lr = 0.05
-    settings.optimizer.lr_warmup_iters = 3
+    settings.optimizer.lr = 0.01
+    settings.optimizer.lr_warmup_iters = 2
+    settings.optimizer.lr_decay_style = "linear"
+    settings.training.train_iters = 20
     settings.optimizer.weight_decay = 0.01
     return settings
 

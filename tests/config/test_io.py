@@ -15,7 +15,8 @@ _floats = st.floats(allow_nan=False, allow_infinity=False)
 _configs = st.builds(
     Config,
     data=st.builds(
-        DataConfig, train_data=_texts | st.sampled_from(["1e-5", "2024-01-01", "yes", "null", "1_0"])
+        DataConfig,
+        train_data=_texts | st.sampled_from(["1e-5", "2024-01-01", "yes", "null", "1_0", "\x85", "雨\u2028"]),
     ),
     optimizer=st.builds(OptimizerConfig, lr=_floats, adam_eps=_floats),
     rollout=st.builds(

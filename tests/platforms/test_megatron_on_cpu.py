@@ -32,11 +32,11 @@ def from_module(name: str, expression: str, **values):
 
 
 IMPORT_MEGATRON = """
-import torch, torch.distributed
+import torch, torch.distributed, torch._dynamo
 import torch.utils.data, torch.distributed.tensor, torch.distributed.checkpoint, torch.multiprocessing
 rooms = (torch, torch.cuda, torch.distributed, torch.nn.Module)
 before = [dict(vars(room)) for room in rooms]
-import megatron_omni
+import megatron_omni.platforms.ready
 import megatron.core.optimizer, megatron.core.distributed, megatron.core.dist_checkpointing
 for room, names in zip(rooms, before):
     print([name for name, value in names.items() if vars(room).get(name) is not value])

@@ -77,7 +77,7 @@ def test_on_an_npu_mindspeed_comes_before_megatron(tmp_path: Path):
     script = f"""
 import sys
 sys.path[:0] = [{str(tmp_path)!r}, {str(PACKAGE.parent)!r}]
-import megatron_omni.errors
+import megatron_omni.parallel
 import megatron.core
 from megatron_omni.platforms import current_platform
 print(current_platform().name)

@@ -58,10 +58,11 @@ def arguments(model: Path, folder: Path, **flags) -> list[str]:
 
 def launch(line: list[str], processes: int = 1, timeout: float = 120) -> list[Outcome]:
     """Runs `pretrain_rl.py` to its end."""
-    return run_distributed(_main, processes, line, timeout=timeout)
+    return run_distributed(main, processes, line, timeout=timeout)
 
 
-def _main(line: list[str]) -> Outcome:
+def main(line: list[str]) -> Outcome:
+    """One process of `pretrain_rl.py`."""
     import pretrain_rl
 
     errors = io.StringIO()

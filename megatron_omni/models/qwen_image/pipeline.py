@@ -13,6 +13,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCaus
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers.utils import logging as transformers_logging
 
 from megatron_omni.errors import UserError
 from megatron_omni.models.base import ImageSize
@@ -50,7 +51,7 @@ class QwenImagePipeline:
         text_encoder = open_component(folder, "text_encoder", dtype=dtype)
         # The language head would only cost time: the embeddings are the last hidden states.
         self.text_encoder = text_encoder.model.to(device).eval().requires_grad_(False)
-        self.codec = ImageCodec(open_component(folder, "vae", torch_dtype=dtype)).to(device).eval()
+        self.codec = ImageCodec(open_component(folder, "vae", torch_dtype=dtype, low_cpu_mem_usage=False)).to(device).eval()
         self.codec.requires_grad_(False)
         self.latent_channels = 4 * self.codec.channels
 
@@ -135,6 +136,7 @@ def open_component(folder: Path, name: str, **options: Any) -> Any:
     """The part `name` of a pipeline folder; raises `UserError` if it is missing or damaged."""
     if not (folder / name).is_dir():
         raise UserError(f"model folder {str(folder)!r} has no {name}/: fetch the model again.")
+    transformers_logging.disable_progress_bar()  # a run has a display of its own
     try:
         return COMPONENTS[name].from_pretrained(folder / name, local_files_only=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
