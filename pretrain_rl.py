@@ -4,6 +4,7 @@ python pretrain_rl.py --config FILE [flags]
 torchrun --nproc-per-node 2 pretrain_rl.py --config FILE --tensor-model-parallel-size 2
 """
 
+import errno
 import sys
 
 from megatron_omni.config.parse import parse_config
@@ -39,6 +40,13 @@ def main(arguments: list[str]) -> int:
             train(run)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        print(
+            f"error: cannot write the run's files: {error}. What was saved before is intact.", file=sys.stderr
+        )
         return 2
     return 0
 

@@ -9,6 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+import megatron_omni.platforms.ready  # noqa: E402, F401  # before any test imports Megatron
 from megatron_omni.platforms import current_platform  # noqa: E402
 
 torch.set_num_threads(1)

@@ -19,10 +19,8 @@ from torch.distributed import TCPStore
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
     [
-        "megatron_omni.parallel.state",
-        "megatron.core.dist_checkpointing",
-        "megatron.core.distributed",
-        "megatron.core.optimizer",
+        "megatron_omni.training.run",
+        "megatron_omni.models.qwen_image.pipeline",
         "megatron.core.transformer.transformer_block",
         "diffusers.models.transformers.transformer_qwenimage",
         "hypothesis",

@@ -7,6 +7,10 @@
 
 TORCH_CPU="torch==2.13.0+cpu"
 
+has_accelerator() {
+    command -v nvidia-smi >/dev/null || command -v npu-smi >/dev/null
+}
+
 make_venv() {
     local folder=$1; shift
     local python=${PYTHON:-python3}
@@ -19,7 +23,7 @@ make_venv() {
         echo "Setting up $folder (once; a few minutes) ..."
         rm -rf "$folder"
         "$python" -m venv "$folder"
-        if ! command -v nvidia-smi >/dev/null && ! command -v npu-smi >/dev/null; then
+        if ! has_accelerator; then
             "${pip[@]}" "$TORCH_CPU" 2>/dev/null ||
                 echo "No CPU build of torch in the package index: taking the default build."
         fi

@@ -1,4 +1,4 @@
-"""Every setting of a run: its name, type, default and meaning. The flags and the reference page come from here."""
+"""Every setting of a run. The flags, their help and the reference page are made from here."""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -43,6 +43,9 @@ class ImageSize:
 class DiffusionModel(Protocol):
     """A Megatron module that predicts the velocity ε − x0 of rectified flow."""
 
+    implementation: str
+    """What its layers and its attention really run on, for the log."""
+
     def forward(self, latents: Tensor, sigma: Tensor, condition: TextCondition, size: ImageSize) -> Tensor:
         """latents [B, N, C], sigma [B] in [0, 1], N = size.height * size.width.
 

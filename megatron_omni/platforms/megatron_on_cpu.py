@@ -8,7 +8,6 @@ caller.
 import contextlib
 import functools
 import logging
-import multiprocessing
 import sys
 import warnings
 from collections.abc import Callable
@@ -187,17 +186,8 @@ def _adapt_moe(module: ModuleType) -> None:
     module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
 
 
-def _adapt_checkpoint_writer(module: ModuleType) -> None:
-    """A forked queue. Megatron's spawns a server process, which costs each rank seconds."""
-    queue = functools.cache(multiprocessing.get_context("fork").Queue)
-    for getter in ("_get_write_results_queue", "get_write_results_queue"):  # 0.16, and from 0.17
-        if hasattr(module, getter):
-            setattr(module, getter, lambda *args: queue())
-
-
 _ADAPTERS = {
     "megatron.core.jit": _adapt_jit,
     "megatron.core.tensor_parallel.random": _adapt_random,
     "megatron.core.transformer.moe.moe_utils": _adapt_moe,
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": _adapt_checkpoint_writer,
 }

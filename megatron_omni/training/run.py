@@ -15,6 +15,7 @@ from megatron_omni.algorithms.base import Advantages
 from megatron_omni.checkpoint.collective import on_rank_0
 from megatron_omni.checkpoint.distributed import Checkpointer, latest_iteration
 from megatron_omni.checkpoint.hf import export_hf
+from megatron_omni.checkpoint.replace import replace_text
 from megatron_omni.config.io import to_yaml
 from megatron_omni.config.schema import Config
 from megatron_omni.config.validate import validate
@@ -29,6 +30,7 @@ from megatron_omni.training.evaluation import Evaluation
 from megatron_omni.training.metrics import MetricsWriter
 from megatron_omni.training.progress import ProgressDisplay
 from megatron_omni.training.report import write_report
+from megatron_omni.training.run_log import LAYOUT_FILE
 from megatron_omni.training.samples import SampleCaption, sample_folder, save_samples
 from megatron_omni.training.scoring import GlobalRewards
 from megatron_omni.training.timing import Timings
@@ -136,7 +138,7 @@ class Run:
         self.iteration = iteration
         self.writer.log(iteration, metrics, pictures)
         self.display.update(iteration, metrics)
-        if pictures:
+        if pictures and not last:
             self._write_report()
         interval = self.config.checkpoint.save_interval
         if last or (interval and iteration % interval == 0):
@@ -156,12 +158,14 @@ class Run:
     def opened(self) -> Iterator["Run"]:
         """The run with its outputs open."""
         resumed = self.iteration or None
-        on_rank_0(lambda: _prepare_folder(self.config, resumed))
+        on_rank_0(lambda: _prepare_folder(self.config, resumed, self._describe()))
         self.writer = MetricsWriter(self.folder, self.config, resumed)
         self.display = ProgressDisplay(self.config.training.train_iters, self.iteration)
         try:
             with self.display:
                 self.display.message(self._describe())
+                if resumed:
+                    self.display.message(f"resumed after iteration {resumed}")
                 yield self
         finally:
             self.writer.close()
@@ -230,16 +234,17 @@ class Run:
             write_report(self.folder)
 
     def _describe(self) -> str:
-        config, model = self.config, self.parts.optimization.model.module
-        parameters = sum(parameter.numel() for parameter in model.parameters()) * self.layout.tensor_size
-        lines = [
-            f"{config.algorithm.algorithm} on {config.model.model} ({parameters / 1e6:.1f} M parameters, "
-            f"{'bfloat16' if config.model.bf16 else 'float32'})",
+        """What really runs, on one line."""
+        model = self.parts.optimization.model.module
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        dtype = "bfloat16" if self.config.model.bf16 else "float32"
+        facts = [
+            f"{self.config.algorithm.algorithm} on {self.config.model.model}",
+            f"{parameters / 1e6:.1f} M parameters a process in {dtype}",
+            model.implementation,
             str(self.layout),
         ]
-        if self.iteration:
-            lines.append(f"resumed after iteration {self.iteration}")
-        return " · ".join(lines)
+        return " · ".join(facts)
 
 
 @contextmanager
@@ -268,8 +273,8 @@ def checkpoint_folder(config: Config) -> Path:
     return Path(config.checkpoint.save) if config.checkpoint.save else run_folder(config) / "checkpoints"
 
 
-def _prepare_folder(config: Config, resumed: int | None) -> None:
-    """The run's folder with its configuration. What an earlier run left is moved aside, not overwritten."""
+def _prepare_folder(config: Config, resumed: int | None, layout: str) -> None:
+    """The run's folder with its settings. What an earlier run left is moved aside, not overwritten."""
     folder, checkpoints = run_folder(config), checkpoint_folder(config)
     if resumed is None and folder.exists():
         number = 1
@@ -282,9 +287,8 @@ def _prepare_folder(config: Config, resumed: int | None) -> None:
             f"{checkpoints} holds checkpoints of another run: resume it with --load, or set another --save."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / ".config.yaml.partial"
-    beside.write_text(to_yaml(config), encoding="utf-8")
-    beside.replace(folder / "config.yaml")
+    replace_text(folder / "config.yaml", to_yaml(config))
+    replace_text(folder / LAYOUT_FILE, layout)
 
 
 def _scores(evaluation: Evaluation) -> str:

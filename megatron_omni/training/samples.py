@@ -24,8 +24,6 @@ class SampleCaption:
     reward: float | None = None
     heldout_reward: float | None = None
     """Score of the second judge."""
-    text: str | None = None
-    """What the scorer read in the picture, where it reads."""
 
 
 def sample_folder(run_folder: Path, iteration: int) -> Path:

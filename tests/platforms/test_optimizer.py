@@ -1,13 +1,11 @@
-"""Megatron's data parallelism, optimizers and distributed checkpoints on the CPU."""
+"""Megatron's data parallelism and optimizers on the CPU."""
 
-import multiprocessing
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -37,10 +35,6 @@ class Mlp(MegatronModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(x)[0]))[0]
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets=(), metadata=None) -> dict:
-        state = self.up.sharded_state_dict(f"{prefix}up.", sharded_offsets, metadata)
-        return state | self.down.sharded_state_dict(f"{prefix}down.", sharded_offsets, metadata)
-
 
 @dataclass
 class Trainer:
@@ -67,26 +61,6 @@ class Trainer:
             dist.all_reduce(mean, op=dist.ReduceOp.AVG)
             self.losses.append(mean.item())
             self.grad_norms.append(grad_norm)
-
-    def sharded_state_dict(self, loading: bool) -> dict:
-        metadata = {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-            "singleton_local_shards": False,
-        }
-        model = self.ddp.module.sharded_state_dict(metadata=metadata)
-        return {
-            "model": model,
-            "optimizer": self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
-        }
-
-    def load(self, folder: Path) -> None:
-        with torch.no_grad():
-            for weight in self.ddp.parameters():
-                weight.zero_()
-        state = dist_checkpointing.load(self.sharded_state_dict(loading=True), str(folder))
-        self.ddp.module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
 
     def masters(self) -> list[Tensor]:
         """The optimizer's own copies of the weights."""
@@ -146,30 +120,3 @@ def test_two_data_parallel_ranks_train_like_one(dtype: torch.dtype, distributed_
         torch.testing.assert_close(rank_norms, grad_norms, **tolerance)
         if not distributed_optimizer:
             torch.testing.assert_close(rank_masters, masters, **tolerance)
-
-
-def train_and_save(folder: Path, distributed_optimizer: bool) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms after the checkpoint."""
-    trainer = make_trainer(ParallelConfig(2), torch.float32, distributed_optimizer)
-    trainer.train(0, 1, 2)
-    dist_checkpointing.save(trainer.sharded_state_dict(loading=False), str(folder))
-    assert not multiprocessing.active_children(), "no server process, which would import the script again"
-    trainer.train(3, 4)
-    return trainer.losses[3:], trainer.grad_norms[3:]
-
-
-def load_and_train(
-    folder: Path, distributed_optimizer: bool, parallel: ParallelConfig
-) -> tuple[list[float], list[float]]:
-    trainer = make_trainer(parallel, torch.float32, distributed_optimizer)
-    trainer.load(folder)
-    trainer.train(3, 4)
-    return trainer.losses, trainer.grad_norms
-
-
-@pytest.mark.parametrize("distributed_optimizer", [False, True], ids=["plain", "distributed"])
-def test_training_resumed_on_another_layout_goes_on_as_the_saved_run(tmp_path, distributed_optimizer: bool):
-    expected = run_distributed(train_and_save, 2, tmp_path, distributed_optimizer)[0]
-    for world_size, parallel in ((1, ParallelConfig()), (2, ParallelConfig()), (2, ParallelConfig(2))):
-        for resumed in run_distributed(load_and_train, world_size, tmp_path, distributed_optimizer, parallel):
-            torch.testing.assert_close(resumed, expected, rtol=1e-5, atol=1e-6)

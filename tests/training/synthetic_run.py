@@ -93,6 +93,6 @@ def _pictures(level: float, count: int) -> tuple[torch.Tensor, list[SampleCaptio
         noise = torch.randn(3, 48, 96, generator=generator) * 60 * (1 - level)
         images.append((pixels + noise).clamp(0, 255).to(torch.uint8))
         captions.append(
-            SampleCaption(f'A plain picture with the text "{word}"', 0.75 if wrong else 1.0, 0.75, read)
+            SampleCaption(f'A plain picture with the text "{word}"', 0.75 if wrong else 1.0, 0.75)
         )
     return torch.stack(images), captions

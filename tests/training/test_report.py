@@ -1,6 +1,8 @@
 """The report can be made of any run at any time, says what the numbers say, and needs nothing else."""
 
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -56,6 +58,12 @@ def _report(folder):
     return _Page(write_report(folder).read_text(encoding="utf-8"))
 
 
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    """A finished run; tests leave it as it is."""
+    return write_run(tmp_path_factory.mktemp("healthy") / "run", "healthy")
+
+
 def _levels(folder):
     return {finding.title: finding.level for finding in read_health(RunLog.load(folder))}
 
@@ -68,16 +76,15 @@ def _log(folder, rows):
     return folder
 
 
-def test_a_healthy_run_is_called_healthy_and_shows_all_sections(tmp_path):
-    run = write_run(tmp_path / "run", "healthy")
-    page = _report(run)
+def test_a_healthy_run_is_called_healthy_and_shows_all_sections(healthy):
+    page = _report(healthy)
     for words in (
         "Healthy", "held-out reward rose from 0.594 to 0.823", "0.594 → 0.823", "The second judge agrees",
-        "Sampling and training agree", "(left) and after 48 iterations (right)", "read as",
+        "Sampling and training agree", "(left) and after 48 iterations (right)",
         "Clip fraction", "Gradient norm", "reward wait", "Peak memory", "data parallel 2", "finished",
     ):  # fmt: skip
         assert words in page.text, words
-    assert "watch" not in _levels(run).values()
+    assert "watch" not in _levels(healthy).values()
 
 
 def test_a_collapsing_run_is_to_be_watched_for_the_right_reasons(tmp_path):
@@ -161,11 +168,11 @@ def test_a_metric_that_was_never_finite_is_no_error(tmp_path):
     _report(_log(tmp_path, [{"train/loss": float("nan"), "train/reward_mean": float("inf")}] * 5))
 
 
-def test_the_page_is_one_self_contained_small_file(tmp_path):
-    run = write_run(tmp_path / "run", "healthy")
+def test_the_page_is_one_self_contained_small_file(healthy, tmp_path):
+    run = shutil.copytree(healthy, tmp_path / "run")
     images = torch.randint(0, 256, (12, 3, 64, 64), generator=torch.Generator().manual_seed(0)).float()
     images = torch.nn.functional.interpolate(images, (512, 512), mode="bicubic").clamp(0, 255).to(torch.uint8)
-    for iteration in (0, 24, 48):
+    for iteration in (0, 48):
         save_samples(sample_folder(run, iteration), images, [SampleCaption("noise")] * 12)
     path = write_report(run)
     text = path.read_text(encoding="utf-8")
@@ -188,22 +195,19 @@ def test_a_long_run_stays_small(tmp_path):
 def test_prompts_cannot_inject_markup(tmp_path):
     image = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
     evil = '<script>alert("x")</script>'
-    save_samples(sample_folder(tmp_path, 0), image, [SampleCaption(evil, 1.0, None, evil)])
+    save_samples(sample_folder(tmp_path, 0), image, [SampleCaption(evil, 1.0)])
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert "<script" not in text and "&lt;script" in text
 
 
-def test_the_tool_remakes_the_report_and_explains_a_wrong_folder(tmp_path):
-    def run(folder):
-        return subprocess.run(
-            [sys.executable, "tools/report.py", str(folder)],
-            cwd=_ROOT, capture_output=True, text=True, env={"PYTHONPATH": str(_ROOT), "PATH": ""},
-        )  # fmt: skip
-
-    done = run(tmp_path)
+def test_the_tool_remakes_the_report_and_explains_a_wrong_folder(tmp_path, capsys):
+    command = [sys.executable, "tools/report.py", str(tmp_path)]
+    environment = {"PYTHONPATH": str(_ROOT), "PATH": ""}
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0 and done.stdout.strip() == str(tmp_path / "report.html")
-    wrong = run(tmp_path / "nowhere")
-    assert wrong.returncode == 2 and "nowhere" in wrong.stderr and "Traceback" not in wrong.stderr
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(_ROOT / "tools/report.py"))["main"](tmp_path / "nowhere")
+    assert "nowhere" in capsys.readouterr().err
 
 
 def test_a_missing_folder_is_a_user_error(tmp_path):

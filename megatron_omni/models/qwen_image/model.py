@@ -101,6 +101,7 @@ class QwenImageModel(MegatronModule):
     def __init__(self, qwen: QwenImageConfig, config: TransformerConfig, backend: Backend):
         super().__init__(config)
         self.model_type = ModelType.encoder_or_decoder  # asked for by Megatron's schedules
+        self.implementation = f"{backend.name} layers, scaled-dot-product attention"
         self.qwen = qwen
         self.img_in = replicated(config, qwen.in_channels, config.hidden_size)
         self.txt_norm = RMSNorm(config, qwen.joint_attention_dim)

@@ -51,7 +51,11 @@ class QwenImagePipeline:
         text_encoder = open_component(folder, "text_encoder", dtype=dtype)
         # The language head would only cost time: the embeddings are the last hidden states.
         self.text_encoder = text_encoder.model.to(device).eval().requires_grad_(False)
-        self.codec = ImageCodec(open_component(folder, "vae", torch_dtype=dtype, low_cpu_mem_usage=False)).to(device).eval()
+        self.codec = (
+            ImageCodec(open_component(folder, "vae", torch_dtype=dtype, low_cpu_mem_usage=False))
+            .to(device)
+            .eval()
+        )
         self.codec.requires_grad_(False)
         self.latent_channels = 4 * self.codec.channels
 
