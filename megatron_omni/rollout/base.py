@@ -1,6 +1,7 @@
 """What every rollout engine owes the loop, and the typed value it returns."""
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -100,3 +101,22 @@ class RolloutEngine(Protocol):
     def update_weights(self, version: int) -> None:
         """Sample with the trainer's current weights from now on; trajectories carry `version`."""
         ...
+
+
+class MicroBatchEngine(ABC):
+    """A `RolloutEngine` that draws micro-batch by micro-batch on the trainer's own process."""
+
+    def __init__(self, micro_batch_size: int):
+        self.micro_batch_size = micro_batch_size
+        self.weight_version = 0
+
+    def generate(self, requests: list[RolloutRequest]) -> Iterator[Trajectory]:
+        for start in range(0, len(requests), self.micro_batch_size):
+            yield self.draw(requests[start : start + self.micro_batch_size])
+
+    def update_weights(self, version: int) -> None:
+        self.weight_version = version
+
+    @abstractmethod
+    def draw(self, requests: list[RolloutRequest]) -> Trajectory:
+        """The trajectory of one micro-batch, with `weight_version`."""

@@ -1,7 +1,5 @@
 """Pictures from disk in the place of samples: the "rollout" of supervised training."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -9,12 +7,12 @@ from megatron_omni.cache import BatchCache
 from megatron_omni.config.schema import Config
 from megatron_omni.data.images import ImageSet
 from megatron_omni.models.base import DiffusionModel, Pipeline
-from megatron_omni.rollout.base import RolloutRequest, Trajectory
+from megatron_omni.rollout.base import MicroBatchEngine, RolloutRequest, Trajectory
 
 CACHED_IMAGES = 32768
 
 
-class ImageEngine:
+class ImageEngine(MicroBatchEngine):
     """Encodes the picture that each request's metadata names under "image"; each is encoded once."""
 
     def __init__(
@@ -25,25 +23,16 @@ class ImageEngine:
         embeddings: BatchCache,
         device: torch.device,
     ):
+        super().__init__(config.training.micro_batch_size)
         self.pipeline = pipeline
-        self.device = device
         self.images = ImageSet.from_file(config.data.train_data, config.rollout.height, config.rollout.width)
         self.rows = {row.metadata["image"]: row for row in self.images.prompts.rows}
-        self.micro_batch_size = config.training.micro_batch_size
         self.latents = BatchCache(self._encode, CACHED_IMAGES)
-        self.weight_version = 0
-
-    def generate(self, requests: list[RolloutRequest]) -> Iterator[Trajectory]:
-        for start in range(0, len(requests), self.micro_batch_size):
-            yield self._trajectory(requests[start : start + self.micro_batch_size])
-
-    def update_weights(self, version: int) -> None:
-        self.weight_version = version
 
     def _encode(self, names: list[str]) -> list[Tensor]:
         return list(self.pipeline.encode_images(self.images.load([self.rows[name] for name in names])))
 
-    def _trajectory(self, requests: list[RolloutRequest]) -> Trajectory:
+    def draw(self, requests: list[RolloutRequest]) -> Trajectory:
         clean = torch.stack(self.latents([request.metadata["image"] for request in requests]))
         none = clean.new_empty(len(clean), 0)
         no_steps = clean.new_empty(len(clean), 0, *clean.shape[1:])

@@ -1,19 +1,17 @@
 """Rollout in place: the training weights sample, forward only."""
 
-from collections.abc import Iterator
-
 import torch
 
 from megatron_omni.cache import BatchCache
 from megatron_omni.config.schema import Config
 from megatron_omni.models.base import DiffusionModel, Pipeline
-from megatron_omni.rollout.base import RolloutRequest, Trajectory
+from megatron_omni.rollout.base import MicroBatchEngine, RolloutRequest, Trajectory
 from megatron_omni.sampling.guidance import Guidance
 from megatron_omni.sampling.sampler import Sampler
 from megatron_omni.sampling.seeds import generator
 
 
-class MegatronEngine:
+class MegatronEngine(MicroBatchEngine):
     """Samples with the very parameters that are being trained, so there is no weight to synchronise.
 
     Requests are cut into micro-batches of `micro_batch_size`, as training cuts their trajectories: then
@@ -29,13 +27,13 @@ class MegatronEngine:
         device: torch.device,
     ):
         """`embeddings` gives each prompt's embedding [T, D]; `model` is the module inside Megatron's DDP."""
+        super().__init__(config.training.micro_batch_size)
         rollout = config.rollout
         self.model = model
         self.pipeline = pipeline
         self.embeddings = embeddings
         self.device = device
         self.negative_prompt = rollout.negative_prompt
-        self.micro_batch_size = config.training.micro_batch_size
         self.size = pipeline.latent_size(rollout.height, rollout.width)
         self.sampler = Sampler(
             kind=rollout.sde_type,
@@ -44,16 +42,8 @@ class MegatronEngine:
             size=self.size,
             guidance=Guidance(rollout.true_cfg_scale, config.model.batch_invariant),
         )
-        self.weight_version = 0
 
-    def generate(self, requests: list[RolloutRequest]) -> Iterator[Trajectory]:
-        for start in range(0, len(requests), self.micro_batch_size):
-            yield self._draw(requests[start : start + self.micro_batch_size])
-
-    def update_weights(self, version: int) -> None:
-        self.weight_version = version
-
-    def _draw(self, requests: list[RolloutRequest]) -> Trajectory:
+    def draw(self, requests: list[RolloutRequest]) -> Trajectory:
         prompts = [request.prompt for request in requests]
         *embeddings, negative = self.embeddings([*prompts, self.negative_prompt])
         noise = [self.pipeline.initial_noise(generator(r.seed, "initial"), self.size) for r in requests]
