@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_omni.config.io import from_yaml, to_yaml
@@ -28,7 +28,6 @@ _configs = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(_configs)
 def test_yaml_round_trip_is_exact(config):
     assert from_yaml(to_yaml(config)) == config

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_omni.config.schema import Config
@@ -87,7 +87,6 @@ def test_ranges_name_settings_that_exist():
             assert holds(groups[group][setting])
 
 
-@settings(deadline=None)
 @given(
     world_size=st.integers(1, 8),
     tensor_parallel=st.integers(1, 4),

@@ -164,7 +164,7 @@ def test_batch_of_two_equals_two_singles():
 
 
 @given(width=st.integers(5, 12), garbage=st.floats(-100, 100))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_padding_to_another_width_changes_nothing(width: int, garbage: float):
     batch = make_batch(ImageSize(3, 3), [5, 2])
     model = build()
@@ -197,7 +197,7 @@ def test_a_later_token_changes_an_earlier_output(stream: str):
 
 
 @given(height=st.integers(1, 12), width=st.integers(1, 12), text_tokens=st.integers(1, 12))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_positions_are_integers_and_give_diffusers_rotations(height: int, width: int, text_tokens: int):
     embedder = qwen_image().pos_embed
     image_table, text_table = embedder([(1, height, width)], torch.device("cpu"), max_txt_seq_len=text_tokens)

@@ -56,7 +56,7 @@ def test_prompt_embeddings_equal_the_padded_batch_of_diffusers(pipeline, oracle)
         torch.testing.assert_close(embedding, padded[row], rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(neighbours=st.lists(st.text(max_size=40), max_size=4), place=st.integers(0, 4))
 def test_an_embedding_never_depends_on_its_neighbours(pipeline, neighbours, place):
     place = min(place, len(neighbours))

@@ -13,7 +13,7 @@ import torch
 from megatron_omni.errors import UserError
 from megatron_omni.rewards.pool import RewardPool
 
-REWARD = "example_rewards:first_pixel"
+REWARD = "tests.rewards.example_rewards:first_pixel"
 
 
 @pytest.fixture(scope="module")
@@ -180,12 +180,12 @@ def test_it_works_beside_torch_threads_and_a_gloo_group(pool, tmp_path):
 
 
 def test_scoring_processes_use_one_thread():
-    with RewardPool("example_rewards:threads", workers=1, timeout=10) as pool:
+    with RewardPool("tests.rewards.example_rewards:threads", workers=1, timeout=10) as pool:
         assert pool.submit(images(1), rows(1)).result().values.tolist() == [1]
 
 
 def test_a_wrong_number_of_values_is_a_failure_not_a_score():
-    with RewardPool("example_rewards:too_few", workers=1, timeout=10) as pool:
+    with RewardPool("tests.rewards.example_rewards:too_few", workers=1, timeout=10) as pool:
         result = pool.submit(images(1), rows(1)).result()
         assert result.values.tolist() == [1]
         # Alone each image gets its one value, so the batch of three is healed image by image.
@@ -196,10 +196,10 @@ def test_a_wrong_number_of_values_is_a_failure_not_a_score():
     ("reward", "message"),
     [
         ("brigthness", "Did you mean 'brightness'"),
-        ("example_rewards:missing", "cannot be loaded"),
+        ("tests.rewards.example_rewards:missing", "cannot be loaded"),
         ("no_such_module:f", "cannot be loaded"),
-        ("example_rewards:Broken", "RuntimeError: no such judge"),
-        ("example_rewards:NoScore", "without score"),
+        ("tests.rewards.example_rewards:Broken", "RuntimeError: no such judge"),
+        ("tests.rewards.example_rewards:NoScore", "without score"),
     ],
 )
 def test_a_reward_that_cannot_be_built_is_an_error_at_start(reward, message):

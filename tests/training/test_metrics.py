@@ -48,7 +48,7 @@ def test_what_is_not_finite_is_null_and_the_file_stays_json(tmp_path, value):
     assert row == {"iteration": 1, "train/loss": None, "train/kl": 0.5}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(done=st.integers(1, 12), resume=st.integers(0, 12), torn=st.text(max_size=20))
 def test_a_resumed_run_reads_like_one_that_never_stopped(tmp_path_factory, done, resume, torn):
     folder = tmp_path_factory.mktemp("run")

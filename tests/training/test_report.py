@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from synthetic_run import write_run
 
 from megatron_omni.config.schema import Config, LoggingConfig
 from megatron_omni.errors import UserError
@@ -19,6 +18,7 @@ from megatron_omni.training.metrics import METRICS_FILE, MetricsWriter
 from megatron_omni.training.report import write_report
 from megatron_omni.training.run_log import RunLog
 from megatron_omni.training.samples import SampleCaption, sample_folder, save_samples
+from tests.training.synthetic_run import write_run
 
 _ROOT = Path(__file__).parents[2]
 

@@ -1,4 +1,4 @@
-"""Flow-GRPO as one writes it straight on diffusers' pipeline, with torch alone: what the engine is measured against.
+"""Flow-GRPO written straight on diffusers' pipeline, with torch alone: what the engine is measured against.
 
 After the loop of the method's authors (arXiv 2505.05470, their `train_sd3.py`): sample, score beside it in a
 thread, update. It shares no code with the engine but the reward.
@@ -68,7 +68,7 @@ class DiffusersLoop:
         self.rollout, self.settings = config.rollout, config.algorithm
         self.micro_batch_size = config.training.micro_batch_size
         self.clip_grad = config.optimizer.clip_grad
-        self.pipe = QwenImagePipeline.from_pretrained(config.model.model_path)
+        self.pipe = QwenImagePipeline.from_pretrained(config.model.model_path, low_cpu_mem_usage=False)
         self.pipe.vae.requires_grad_(False)
         self.pipe.text_encoder.requires_grad_(False)
         self.transformer = self.pipe.transformer
@@ -166,7 +166,9 @@ class DiffusersLoop:
         """Mean and standard deviation of the stochastic step number `step` [B]."""
         sigma = self.sigmas[step].view(-1, 1, 1)
         dt = self.sigmas[step + 1].view(-1, 1, 1) - sigma
-        scale = (sigma / (1 - torch.where(sigma == 1, self.sigmas[1], sigma))).sqrt() * self.rollout.noise_level
+        scale = (
+            sigma / (1 - torch.where(sigma == 1, self.sigmas[1], sigma))
+        ).sqrt() * self.rollout.noise_level
         drift = scale**2 / (2 * sigma)
         return x * (1 + drift * dt) + velocity * (1 + drift * (1 - sigma)) * dt, scale * (-dt).sqrt()
 

@@ -118,13 +118,14 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--padded", action="store_true", help="prompts of unequal length, hence a mask")
     parser.add_argument("--forward-only", action="store_true", help="without gradients, as while sampling")
+    parser.add_argument("--quick", action="store_true", help="the smallest case only: to see that it runs")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     # With one thread CPU time is the same as the time on an idle machine.
     clock = time.process_time if args.threads == 1 else time.perf_counter
     print(f"{'layers × hidden, heads, image + text tokens':60s} diffusers  megatron   ratio")
     with torch.set_grad_enabled(not args.forward_only):
-        for case in CASES:
+        for case in CASES[:1] if args.quick else CASES:
             condition = text(case, args.padded)
             steps = [make(case, condition, not args.forward_only) for make in (oracle_step, megatron_step)]
             oracle, ours = medians(steps, args.repetitions, clock)

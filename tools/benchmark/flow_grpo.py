@@ -52,13 +52,10 @@ class Contestant:
         return f"{name}, processes {self.processes}, threads {self.threads}, {scoring}"
 
 
-CONTESTANTS = [
-    Contestant(engine=False, processes=1, threads=1),
-    Contestant(engine=False, processes=1, threads=2),
-    Contestant(engine=True, processes=1, threads=1),
-    Contestant(engine=True, processes=1, threads=2),
-    Contestant(engine=True, processes=2, threads=1),
-]
+def contestants(threads: list[int]) -> list[Contestant]:
+    """One process of each kind at every number of threads, and the engine on two processes."""
+    single = [Contestant(engine, 1, count) for engine in (False, True) for count in threads]
+    return [*single, Contestant(engine=True, processes=2, threads=1)]
 
 
 def serve_engine(config: Config, connection: Connection) -> None:
@@ -148,7 +145,7 @@ class World:
                 "MASTER_PORT": str(self.store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
-            process = context.Process(target=in_world, args=(environment, serve, config, theirs), daemon=False)
+            process = context.Process(target=in_world, args=(environment, serve, config, theirs))
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -179,11 +176,11 @@ def in_world(environment: dict[str, str], serve, config: Config, connection: Con
 
 
 @contextmanager
-def worlds(config: Config) -> Iterator[dict[tuple[bool, int], World]]:
+def worlds(config: Config, competing: list[Contestant]) -> Iterator[dict[tuple[bool, int], World]]:
     """By (engine, processes), ready to iterate."""
     with ExitStack() as stack:
         opened = {}
-        for key in dict.fromkeys((each.engine, each.processes) for each in CONTESTANTS):
+        for key in dict.fromkeys((each.engine, each.processes) for each in competing):
             serve = serve_engine if key[0] else serve_diffusers
             opened[key] = stack.enter_context(closing(World(serve, config, key[1])))
         for world in opened.values():
@@ -206,13 +203,13 @@ def check_agreement(opened: dict[tuple[bool, int], World]) -> None:
     print(flush=True)
 
 
-def measure(config: Config, repetitions: int) -> None:
+def measure(config: Config, competing: list[Contestant], repetitions: int) -> None:
     updates = config.algorithm.updates_per_iteration
-    rows: dict[Contestant, list[list[float]]] = {contestant: [] for contestant in CONTESTANTS}
-    with worlds(config) as opened:
+    rows: dict[Contestant, list[list[float]]] = {contestant: [] for contestant in competing}
+    with worlds(config, competing) as opened:
         check_agreement(opened)
         for repetition in range(repetitions):
-            for contestant in CONTESTANTS:
+            for contestant in competing:
                 command = Command(repetition + 1, contestant.threads, updates, seeded=False)
                 total, outcomes = opened[contestant.engine, contestant.processes].iterate(command)
                 phases = [max(getattr(outcome, phase) for outcome in outcomes) for phase in PHASES]
@@ -234,10 +231,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--config", default=str(ROOT / "examples/quickstart/flow_grpo_ocr.yaml"))
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of a single process")
+    parser.add_argument("--guidance", type=float, nargs="+", default=[1.0, 4.0], help="scales; 1 is off")
     parser.add_argument("--quick", action="store_true", help="tiny batches: to see that it runs")
     args = parser.parse_args()
     os.chdir(ROOT)
-    for scale in (1.0, 4.0):
+    for scale in args.guidance:
         flags = ["--config", args.config, "--true-cfg-scale", str(scale), "--eval-data", ""]
         config = parse_config(flags + (QUICK if args.quick else []))
         rollout = config.rollout
@@ -248,7 +247,7 @@ def main() -> None:
             f"guidance {scale:g}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
             flush=True,
         )
-        measure(config, args.repetitions)
+        measure(config, contestants(args.threads), args.repetitions)
 
 
 if __name__ == "__main__":
