@@ -19,13 +19,7 @@ def last_column(script: str, *flags: str) -> list[float]:
         cwd=ROOT, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return [
-        float(number) for number in re.findall(r"\s(\S+)$", done.stdout, re.MULTILINE) if is_number(number)
-    ]
-
-
-def is_number(text: str) -> bool:
-    return re.fullmatch(r"[\d.]+|nan|inf", text) is not None
+    return [float(number) for number in re.findall(r" {3,}(\d+\.\d+|nan|inf)$", done.stdout, re.MULTILINE)]
 
 
 def test_transformer_benchmark_prints_a_finite_ratio():
