@@ -3,7 +3,7 @@
 #   make_venv FOLDER REQUIREMENTS_FILE...
 #
 # Each file is installed once, and again when it changes. Without a GPU or NPU the CPU build of torch is
-# taken where the package index has one, which saves gigabytes.
+# taken where the package index has one, which saves gigabytes. The checkout becomes importable in the environment.
 
 TORCH_CPU="torch==2.13.0+cpu"
 
@@ -29,6 +29,7 @@ make_venv() {
         fi
         touch "$folder/.ready"
     fi
+    pwd >"$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/megatron_omni.pth"
     local file stamp
     for file in "$@"; do
         stamp="$folder/.installed-$(sha256sum "$file" | cut -c1-16)"

@@ -131,3 +131,17 @@ def test_a_save_folder_of_another_run_is_not_overwritten(model, tmp_path):
 def test_diverged_training_stops_and_says_so(model, tmp_path):
     text = failure(arguments(model, tmp_path, lr=1e30, train_iters=10, clip_grad=0.0, eval_data=""))
     assert "diverged" in text
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_disk_that_fills_up_stops_the_run_and_keeps_the_earlier_checkpoint(
+    model, tmp_path, small_disk, processes
+):
+    saved = small_disk / "checkpoints"
+    text = failure(
+        arguments(model, tmp_path, train_iters=20, save=saved, save_interval=1, eval_data=""), processes
+    )
+    assert str(saved) in text and "make room" in text
+    latest = int((saved / "latest_checkpointed_iteration.txt").read_text())
+    assert (saved / f"iter_{latest:07d}").is_dir()
+    assert not list(saved.glob(".*"))

@@ -4,9 +4,8 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -102,18 +101,6 @@ def test_a_save_killed_at_any_moment_leaves_the_last_checkpoint(good, tmp_path):
 
 
 # Full disks
-
-
-@pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system of its own with room for little."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m,nr_inodes=64", "tmpfs", folder]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting needs root")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
 
 
 def save_on_full_disk(folder: Path) -> str:
