@@ -1,13 +1,22 @@
 """A diffusion model of a few numbers, for tests of everything that knows no model."""
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
 from megatron_omni.models.base import ImageSize, TextCondition
+from megatron_omni.parallel.pipeline import Lane
+from megatron_omni.sampling.guidance import Guidance
+
+Result = TypeVar("Result")
 
 SIZE = ImageSize(2, 3)
 CHANNELS = 4
 TEXT_CHANNELS = 5
+
+
+UNGUIDED = Guidance()
 
 
 class ToyModel(nn.Module):
@@ -23,6 +32,16 @@ class ToyModel(nn.Module):
         assert latents.shape[1] == size.height * size.width
         text = (self.text(condition.embeddings) * condition.mask[..., None]).sum(1, keepdim=True)
         return torch.tanh(self.latents(latents) + text) * (1 + sigma[:, None, None])
+
+
+def run_lane(lane: Lane[Result], model: ToyModel, guidance: Guidance = UNGUIDED) -> Result:
+    """The lane's result, with the model on one process."""
+    try:
+        inputs = next(lane)
+        while True:
+            inputs = lane.send(guidance.forward(model, inputs))
+    except StopIteration as end:
+        return end.value
 
 
 def embeddings(count: int, seed: int = 0) -> list[Tensor]:

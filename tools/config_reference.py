@@ -74,12 +74,16 @@ def _type(annotation: object) -> str:
         return f"{', '.join(most)} or {last}"
     if get_origin(annotation) is tuple:
         return ", ".join(_type(item) for item in get_args(annotation))
+    if annotation is Ellipsis:
+        return "…"
     return "none" if annotation is NoneType else annotation.__name__
 
 
 def _default(setting: Field) -> str:
     if setting.default is None:
         return "none"
+    if isinstance(setting.default, tuple):
+        return f"`{' '.join(setting.default)}`"
     return f'`"{setting.default}"`' if setting.default in ("", " ") else f"`{setting.default}`"
 
 

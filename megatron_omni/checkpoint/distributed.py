@@ -1,52 +1,65 @@
-"""Checkpoints of a run in training: Megatron's distributed ones, which load at every layout.
+"""Checkpoints of a run in training: PyTorch's distributed ones, which load at every layout.
 
-A folder holds `iter_0000010/`, … and `latest_checkpointed_iteration.txt`, as with Megatron-LM. A checkpoint
-appears whole or not at all.
+A checkpoint holds tensors under global names (`megatron_omni.checkpoint.training_state`), in Megatron's
+`torch_dist` format, beside `record.json` and the run's settings. It appears whole or not at all.
 """
 
-import io
 import json
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_omni.checkpoint.collective import on_rank_0
+from megatron_omni.checkpoint.collective import on_rank_0, together
+from megatron_omni.checkpoint.folder import (
+    RECORD,
+    RELEASE,
+    TRACKER,
+    how_to_choose,
+    iteration_folder,
+    keep_last,
+    latest_checkpoint,
+    link_best,
+    remove_leftovers,
+)
+from megatron_omni.checkpoint.offline import write_common
 from megatron_omni.checkpoint.replace import begin, commit, discard, partial_path, replace_text
 from megatron_omni.checkpoint.resume import check_config
+from megatron_omni.checkpoint.shards import Shards, read_shards, stored_shapes, write_shards
+from megatron_omni.checkpoint.training_state import (
+    OPTIMIZER,
+    RANDOM,
+    master_shards,
+    model_shards,
+    optimizer_shards,
+    random_shards,
+    random_states,
+    set_random_states,
+    set_steps,
+)
 from megatron_omni.config.io import from_yaml, to_yaml
 from megatron_omni.config.schema import Config
 from megatron_omni.errors import UserError
-from megatron_omni.platforms import current_platform
 
-TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "config.yaml"
-RECORD = "record.json"
-
-# How the optimizer's state is cut: so that it loads at every layout.
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+HF = "hf"
+SHOWN_FAULTS = 12
+DAMAGE = (ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError)
+"""What reading a damaged file can raise, beside the operating system's errors."""
+OPTIMIZER_FLAG = "use_distributed_optimizer"
+"""In the layout, of no concern to the random generators."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +68,13 @@ class Record:
 
     iteration: int
     """Iterations done."""
+    steps: int
+    """Optimizer steps done."""
+    reward: float | None
+    """Of the evaluation of these weights, if there was one."""
     state: dict[str, Any]
     """The loop's own state, as plain JSON values: position in the data and the like."""
-    layout: dict[str, int]
+    layout: dict[str, int | bool]
     files: dict[str, int]
     """Size of every other file of the checkpoint, in bytes."""
 
@@ -66,12 +83,14 @@ class Record:
 class Resumed:
     """Where a run goes on."""
 
+    name: str
+    """The checkpoint's folder, such as `iter_0000010`."""
     iteration: int
-    """Iterations done."""
+    """Iterations done; 0 for weights alone."""
     state: dict[str, Any]
-    """What `Checkpointer.save` was given."""
+    """What `Checkpointer.save` was given; empty for weights alone."""
     same_layout: bool
-    """Whether the random generators go on as well; with another number of ranks they start from the seed."""
+    """Whether the random generators go on as well; at another layout they start from the seed."""
 
 
 class Checkpointer:
@@ -79,157 +98,248 @@ class Checkpointer:
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        chunks: Sequence[DistributedDataParallel],
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
         config: Config,
     ):
-        self.model = unwrap_model(model)
+        self.chunks = chunks
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.config = config
+        # Messages of the thread that writes must not mix with those of training.
+        timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+        self.group = dist.new_group(backend="gloo", timeout=timeout) if config.checkpoint.async_save else None
+        self.thread = ThreadPoolExecutor(1, "checkpoint")
+        self.pending: Future[None] | None = None
 
-    def save(self, folder: Path, iteration: int, state: dict[str, Any]) -> None:
-        """Write `folder/iter_…` and make it the latest. `state` holds plain JSON values, equal on every rank.
+    def save(
+        self,
+        folder: Path,
+        iteration: int,
+        state: dict[str, Any],
+        reward: float | None = None,
+        export: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Write `folder/iter_…` and make it the latest, in the background if `checkpoint.async_save` is set.
+
+        `state` holds plain JSON values, equal on every rank. `reward` is that of an evaluation of these very
+        weights: the checkpoint with the highest is linked as `best`. `export(hf)`, collective, writes the
+        model for other programs; it is done before this returns. Older checkpoints go as
+        `checkpoint.keep_last_checkpoints` says, once this one is complete.
 
         Raises `UserError` on every rank if the disk is full or the folder cannot be written; the checkpoints
-        that were there stay as they were, and nothing of the new one is left.
+        that were there stay as they were, and nothing of the new one is left. What happens in the background
+        is raised by `poll`, `finish` or the next `save`.
         """
+        self.finish()
         target = folder / iteration_folder(iteration)
-        tensors, common = save_preprocess(self._state_dict() | _random_states())
-        needed = _total_bytes(tensors)
-        try:
-            with _explained(target, needed):
-                on_rank_0(lambda: _begin(target, needed))
-                _write_tensors(tensors, partial_path(target))
-                on_rank_0(lambda: self._finish(target, common, iteration, state))
-        except BaseException:
-            if dist.get_rank() == 0:
-                discard(target)
-            raise
+        shards = self._shards() | random_shards(random_states())
+        needed = _total_bytes(shards)
+        record = Record(iteration, self.scheduler.num_steps, reward, state, _layout(self.config), {})
+        with _discarding(target), _explained(target, needed):
+            on_rank_0(lambda: _begin(target, needed))
+            if export:
+                export(partial_path(target) / HF)
+        if self.config.checkpoint.async_save:
+            shards = {name: part.to_host() for name, part in shards.items()}
+            self.pending = self.thread.submit(self._write, target, shards, needed, record)
+        else:
+            self._write(target, shards, needed, record)
+
+    def poll(self) -> None:
+        """Raise the error of a background save that has ended, on every rank at once."""
+        if self.pending:
+            ended = [False] * dist.get_world_size()
+            dist.all_gather_object(ended, self.pending.done())
+            if all(ended):
+                self.finish()
+
+    def finish(self) -> None:
+        """Wait for the background save, if there is one, and raise its error."""
+        pending, self.pending = self.pending, None
+        if pending:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait for the background save, without a word about how it ends. On each rank by itself."""
+        self.thread.shutdown()
 
     def load(self, folder: Path) -> Resumed | None:
         """Fill model, optimizer, schedule and random generators from the latest checkpoint, if there is one.
 
-        Raises `UserError` on every rank for a checkpoint that is missing or damaged, or belongs to a run with
-        other settings.
+        A `release` checkpoint fills the model and its master weights only; training starts at iteration 0.
+
+        Raises `UserError` on every rank, before anything is changed, for a checkpoint that is missing or
+        damaged, or belongs to another model or to a run with other settings.
         """
-        record = on_rank_0(lambda: self._read_record(folder))
-        if record is None:
+        name = on_rank_0(lambda: latest_checkpoint(folder))
+        if name is None:
             return None
-        source = folder / iteration_folder(record.iteration)
-        same_layout = record.layout == _layout()
-        wanted = self._state_dict(is_loading=True) | (_random_states() if same_layout else {})
-        try:
-            loaded = dist_checkpointing.load(wanted, str(source))
-        except (CheckpointException, CheckpointingException, pickle.UnpicklingError) as error:
-            raise UserError(f"checkpoint {source} is damaged: {error}. {_how_to_choose(folder)}") from error
-        self.model.load_state_dict(loaded["model"])
-        self.optimizer.load_state_dict(loaded["optimizer"])
-        self.scheduler.num_steps = 0  # loading adds the checkpoint's steps to those taken
-        self.scheduler.load_state_dict(loaded["scheduler"])
-        if same_layout:
-            _restore_random_states(loaded)
-        return Resumed(record.iteration, record.state, same_layout)
+        source = folder / name
+        if name == RELEASE:
+            on_rank_0(lambda: self._check_release(source))
+            self._load_weights(source)
+            return Resumed(name, 0, {}, same_layout=False)
+        record = on_rank_0(lambda: self._read_record(source))
+        here, there = _layout(self.config), record.layout
+        same_layout = {**here, OPTIMIZER_FLAG: None} == {**there, OPTIMIZER_FLAG: None}
+        self._load_tensors(source, record.steps, random_states() if same_layout else {})
+        self.scheduler.num_steps = 0
+        self.scheduler.step(increment=record.steps)
+        return Resumed(name, record.iteration, record.state, same_layout)
 
-    def _state_dict(self, is_loading: bool = False) -> dict[str, Any]:
-        model = self.model.sharded_state_dict(metadata=METADATA)
-        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=METADATA)
-        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+    def _load_tensors(self, source: Path, steps: int, random: dict[str, torch.Tensor]) -> None:
+        shards, generators = self._shards(), random_shards(random)
+        with _explaining_damage(source):
+            _check_model(shards, source)
+            read_shards(self._weights() | generators, source)
+            self.optimizer.reload_model_params()  # float32 masters that are copies of float32 weights
+            read_shards({name: part for name, part in shards.items() if name.startswith(OPTIMIZER)}, source)
+        set_steps(self.optimizer, steps)
+        if random:
+            set_random_states(random)
 
-    def _finish(self, target: Path, common: dict[str, Any], iteration: int, state: dict[str, Any]) -> None:
-        """The small files, then the name, then the tracker."""
+    def _check_release(self, source: Path) -> None:
+        if self.config.lora.lora_rank:
+            raise UserError(
+                f"{source} holds the weights of a whole model, and this run trains adapters (lora_rank is "
+                f"{self.config.lora.lora_rank}): convert it to a Hugging Face folder for model_path."
+            )
+        with _explaining_damage(source):
+            record = json.loads((source / RECORD).read_text())
+            model, files = record["model"], record["files"]
+        _check_files(source, files)
+        if model != self.config.model.model:
+            raise UserError(
+                f"checkpoint {source} is of model {model!r}, and this run's is {self.config.model.model!r}"
+            )
+
+    def _load_weights(self, source: Path) -> None:
+        weights = self._weights()
+        with _explaining_damage(source):
+            _check_model(weights, source)
+            read_shards(weights, source)
+            self.optimizer.reload_model_params()
+            # Once more into the masters: the stored weights may be more exact than the model's.
+            read_shards(master_shards(self.chunks, self.optimizer), source)
+
+    def _weights(self) -> dict[str, Shards]:
+        """With adapters, the frozen model is not stored: it is that of `model_path`."""
+        return model_shards(self.chunks, trainable_only=self.config.lora.lora_rank > 0)
+
+    def _shards(self) -> dict[str, Shards]:
+        return self._weights() | optimizer_shards(self.chunks, self.optimizer)
+
+    def _write(self, target: Path, shards: dict[str, Shards], needed: int, record: Record) -> None:
+        with _discarding(target), _explained(target, needed):
+            write_shards(shards, partial_path(target), self.group)
+            on_rank_0(lambda: self._complete(target, record), self.group)
+
+    def _complete(self, target: Path, record: Record) -> None:
+        """The small files, then the name, then the tracker, then what follows from a new checkpoint."""
         partial = partial_path(target)
-        buffer = io.BytesIO()
-        torch.save(common, buffer)  # to a file it would hide the operating system's errors
-        (partial / "common.pt").write_bytes(buffer.getvalue())
-        save_config(CheckpointingConfig("torch_dist", 1), str(partial))
+        write_common(partial, record.iteration)
         (partial / CONFIG).write_text(to_yaml(self.config))
-        record = Record(iteration, state, _layout(), _sizes(partial))
-        (partial / RECORD).write_text(json.dumps(record.__dict__, indent=1))
+        files = asdict(record) | {"files": _sizes(partial)}
+        (partial / RECORD).write_text(json.dumps(files, indent=1))
         commit(target)
-        replace_text(target.parent / TRACKER, str(iteration))
+        replace_text(target.parent / TRACKER, str(record.iteration))
+        link_best(target.parent)
+        if self.config.checkpoint.keep_last_checkpoints:
+            keep_last(target.parent, record.iteration, self.config.checkpoint.keep_last_checkpoints)
 
-    def _read_record(self, folder: Path) -> Record | None:
-        iteration = latest_iteration(folder)
-        if iteration is None:
-            return None
-        source = folder / iteration_folder(iteration)
-        try:
+    def _read_record(self, source: Path) -> Record:
+        with _explaining_damage(source):
             record = Record(**json.loads((source / RECORD).read_text()))
             config = (source / CONFIG).read_text()
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"checkpoint {source} is damaged: {error}. {_how_to_choose(folder)}") from error
-        sizes = _sizes(source)
-        damaged = [
-            f"{name} ({sizes.get(name, 'missing')}, should be {size} bytes)"
-            for name, size in record.files.items()
-            if sizes.get(name) != size
-        ]
-        if damaged:
-            raise UserError(f"checkpoint {source} is damaged: {', '.join(damaged)}. {_how_to_choose(folder)}")
+        _check_files(source, record.files)
         check_config(from_yaml(config, str(source / CONFIG)), self.config)
         return record
 
 
-def iteration_folder(iteration: int) -> str:
-    return f"iter_{iteration:07d}"
+def _layout(config: Config) -> dict[str, int | bool]:
+    parallel = config.parallel
+    return {
+        "world_size": dist.get_world_size(),
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "sequence_parallel": parallel.sequence_parallel,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "num_virtual_stages_per_pipeline_rank": parallel.num_virtual_stages_per_pipeline_rank,
+        "context_parallel_size": parallel.context_parallel_size,
+        "ulysses_degree_in_cp": parallel.ulysses_degree_in_cp or parallel.context_parallel_size,
+        OPTIMIZER_FLAG: config.optimizer.use_distributed_optimizer,
+    }
 
 
-def latest_iteration(folder: Path) -> int | None:
-    """The iteration that the tracker file names; none if there is no checkpoint yet.
+def _check_model(wanted: dict[str, Shards], source: Path) -> None:
+    """Raise `UserError` if the checkpoint's tensors are not those of this model. Collective."""
+    with together():
+        stored = stored_shapes(source)
+    names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(names, [name for name, part in wanted.items() if part.writes])
+    here = {name for each in names for name in each}
+    faults = [f"{name}: not in the checkpoint" for name in sorted(here - stored.keys())]
+    faults += [
+        f"{name}: not in the model"
+        for name in sorted(stored.keys() - here)
+        if not name.startswith((RANDOM, OPTIMIZER))
+    ]
+    faults += [
+        f"{name}: {list(stored[name])} in the checkpoint, {list(part.shape)} in the model"
+        for name, part in wanted.items()
+        if name in stored and stored[name] != tuple(part.shape)
+    ]
+    with together():
+        if faults:
+            shown = "\n".join(f"  {fault}" for fault in faults[:SHOWN_FAULTS])
+            more = f"\n  … and {len(faults) - SHOWN_FAULTS} more" if len(faults) > SHOWN_FAULTS else ""
+            raise UserError(
+                f"checkpoint {source} is of another model than the one this run trains:\n{shown}{more}"
+            )
 
-    Raises `UserError` if the tracker cannot be read, or if it and the folders that are there disagree.
-    """
-    tracker, there = folder / TRACKER, _checkpoints(folder)
-    if not tracker.exists():
-        if there:
-            raise UserError(f"{folder} holds checkpoints, but no {TRACKER}. {_how_to_choose(folder)}")
-        return None
-    text = tracker.read_text().strip()
-    if not text.isdecimal():
-        raise UserError(f"{tracker} holds {text[:40]!r} instead of an iteration. {_how_to_choose(folder)}")
-    if iteration_folder(int(text)) not in there:
-        raise UserError(
-            f"checkpoint {folder / iteration_folder(int(text))}, named in {TRACKER}, is missing. "
-            + _how_to_choose(folder)
-        )
-    return int(text)
+
+@contextmanager
+def _explaining_damage(source: Path) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointException, OSError, *DAMAGE) as error:
+        raise _damaged(source, error) from error
 
 
-def _checkpoints(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("iter_*"))
+def _check_files(source: Path, files: dict[str, int]) -> None:
+    sizes = _sizes(source)
+    damaged = [
+        f"{name} ({sizes.get(name, 'missing')}, should be {size} bytes)"
+        for name, size in files.items()
+        if sizes.get(name) != size
+    ]
+    if damaged:
+        raise _damaged(source, ", ".join(damaged))
 
 
-def _how_to_choose(folder: Path) -> str:
-    there = ", ".join(_checkpoints(folder)) or "none"
-    return (
-        f"Checkpoints there: {there}. To resume from another one, write its number into {folder / TRACKER}."
-    )
+def _damaged(source: Path, reason: object) -> UserError:
+    return UserError(f"checkpoint {source} is damaged: {reason}. {how_to_choose(source.parent)}")
 
 
 def _begin(target: Path, needed: int) -> None:
     """An empty folder to write to, if the disk has room. Leftovers of killed processes are removed first."""
-    for leftover in target.parent.glob(".iter_*.partial"):
-        shutil.rmtree(leftover)
+    remove_leftovers(target.parent)
     begin(target)
     free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise OSError(f"{_gib(free)} are free on the disk")
 
 
-def _write_tensors(tensors: dict[str, Any], folder: Path) -> None:
-    """Megatron's torch_dist format, through PyTorch's own writer.
-
-    Megatron's writer forks processes, and where rank 0 alone fails the other ranks wait for it for ever;
-    PyTorch's raises on every rank.
-    """
-    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(tensors, keep_only_main_replica=True)
-    torch_checkpoint.save(
-        mcore_to_pyt_state_dict(by_key),
-        storage_writer=torch_checkpoint.FileSystemWriter(folder, sync_files=True),
-        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-    )
+@contextmanager
+def _discarding(target: Path) -> Iterator[None]:
+    """Leave nothing half-written after a failure."""
+    try:
+        yield
+    except BaseException:
+        if dist.get_rank() == 0:
+            discard(target)
+        raise
 
 
 @contextmanager
@@ -259,48 +369,18 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.3f} GiB"
 
 
-def _total_bytes(tensors: dict[str, Any]) -> int:
+def _total_bytes(shards: dict[str, Shards]) -> int:
     """Space that the tensors of all ranks need on the disk, with some for the headers of each."""
-    own = [
-        tensor.data.nbytes + 4096
-        for tensor in nested_values(tensors)
-        if isinstance(tensor, ShardedTensor) and is_main_replica(tensor.replica_id)
-    ]
+    own = sum(part.written_bytes() + 4096 * len(part.boxes) for part in shards.values())
     totals = [0] * dist.get_world_size()
-    dist.all_gather_object(totals, sum(own))
+    dist.all_gather_object(totals, own)
     return sum(totals)
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.name != RECORD}
-
-
-def _layout() -> dict[str, int]:
+    """Of the checkpoint's own files, not of what was exported beside them."""
     return {
-        "world_size": dist.get_world_size(),
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        path.name: path.stat().st_size
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.name != RECORD
     }
-
-
-def _device_generator() -> Any:
-    """The module whose get_rng_state and set_rng_state act on this process's device."""
-    name = current_platform().name
-    return torch if name == "cpu" else torch.get_device_module(name)
-
-
-def _random_states() -> dict[str, Any]:
-    """Each rank's random generators."""
-    states = {
-        "cpu": torch.get_rng_state(),
-        "device": _device_generator().get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return {"random": ShardedObject("random", states, (size,), (rank,))}
-
-
-def _restore_random_states(loaded: dict[str, Any]) -> None:
-    states = loaded["random"]
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
-    torch.set_rng_state(states["cpu"])
-    _device_generator().set_rng_state(states["device"])

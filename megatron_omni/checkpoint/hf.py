@@ -1,8 +1,11 @@
-"""From a Hugging Face (diffusers, transformers) folder to a Megatron model and back, by the model's table."""
+"""From a Hugging Face (diffusers, transformers) folder to a Megatron model and back, by the model's table.
 
-import shutil
+A rank holds some chunks of the model (one a pipeline stage), and of these a share (tensor parallelism).
+Parameters have the same names at every layout.
+"""
+
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,46 +14,68 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megatron_omni.checkpoint.collective import together
-from megatron_omni.checkpoint.mapping import Entry, Heads, Row, match
-from megatron_omni.checkpoint.replace import replacing
-from megatron_omni.checkpoint.safetensors_folder import DTYPES, SafetensorsFolder, SafetensorsWriter
-from megatron_omni.errors import UserError
+from megatron_omni.checkpoint.hf_folder import check_target, check_weights, hf_shapes, write_folder
+from megatron_omni.checkpoint.mapping import ADAPTER_SUFFIX, Entry, Heads, Row, match
+from megatron_omni.checkpoint.safetensors_folder import SafetensorsFolder
+
+
+@dataclass(frozen=True)
+class WholeParameter:
+    """A parameter of the whole model."""
+
+    shape: tuple[int, ...]
+    """Of the share that a tensor-parallel rank has."""
+    dtype: torch.dtype
+    stage: int
+    """Pipeline rank that holds it."""
 
 
 @torch.no_grad()
-def load_hf(model: nn.Module, mapping: Sequence[Row], folder: Path) -> None:
+def load_hf(chunks: Sequence[nn.Module], mapping: Sequence[Row], folder: Path) -> None:
     """Fill a Megatron model's parameters from the weights in `folder`, such as `…/transformer`. Collective.
 
     Each rank reads its own slices only, one tensor at a time, and converts them to the parameters' dtype.
-    Raises `UserError` on every rank for files that are missing or damaged, and for names and shapes that do
-    not fit; it lists all of these.
+    Adapters are left alone. Raises `UserError` on every rank for files that are missing or damaged, and for
+    names and shapes that do not fit the whole model; it lists all of these.
     """
     rank, size = _tensor_parallel()
+    whole = whole_model(chunks)
     with together():
-        parameters = dict(model.named_parameters())
         weights = SafetensorsFolder(folder)
-        entries = match(mapping, parameters, _heads(model))
-        _check(weights, folder, entries, parameters)
+        entries = match(mapping, whole, model_heads(chunks))
+        check_weights(weights, _hf_shapes(entries, whole))
+        own = own_parameters(chunks)
         for entry in entries:
-            parts = [weights.read(name, entry.hf_slice(weights.shape(name), rank, size)) for name in entry.hf]
-            parameters[entry.megatron].copy_(entry.to_megatron(parts, size))
+            if entry.megatron in own:
+                parts = [
+                    weights.read(name, entry.hf_slice(weights.shape(name), rank, size)) for name in entry.hf
+                ]
+                own[entry.megatron].copy_(entry.to_megatron(parts, size))
 
 
 @torch.no_grad()
-def hf_tensors(model: nn.Module, mapping: Sequence[Row]) -> Iterator[tuple[str, Tensor]]:
-    """The model's whole tensors, in the parameters' dtype, under their Hugging Face names. Collective.
+def hf_tensors(
+    chunks: Sequence[nn.Module], mapping: Sequence[Row], of_adapters: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """The whole model's tensors, in the parameters' dtype, under their Hugging Face names. Collective.
 
-    Every rank gets them. One parameter at a time is gathered from the tensor-parallel ranks, so all ranks
+    Every rank gets them, on its device: the model's without its adapters, or, with the adapters' table and
+    `of_adapters`, theirs alone. One parameter at a time travels: the stage that holds it sends each share to
+    the same tensor-parallel rank of the other stages, then the tensor-parallel ranks gather. So all ranks
     must take all tensors.
     """
-    parameters = dict(model.named_parameters())
-    for entry in match(mapping, parameters, _heads(model)):
-        shards = _gather(parameters[entry.megatron].detach(), entry.dim)
-        yield from zip(entry.hf, entry.to_hf(shards), strict=True)
+    own, whole = own_parameters(chunks, of_adapters), whole_model(chunks, of_adapters)
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    device = next(iter(own.values())).device
+    for entry in match(mapping, whole, model_heads(chunks)):
+        shard = own[entry.megatron].detach() if entry.megatron in own else None
+        if stages > 1:
+            shard = _from_stage(shard, whole[entry.megatron], device)
+        yield from zip(entry.hf, entry.to_hf(_gather(shard, entry.dim)), strict=True)
 
 
 def export_hf(
-    model: nn.Module,
+    chunks: Sequence[nn.Module],
     mapping: Sequence[Row],
     source: Path,
     folder: Path,
@@ -65,95 +90,50 @@ def export_hf(
     Raises `UserError` on every rank, and leaves `folder` as it was, for a source that does not fit the model,
     a target that is not an older export, and a full disk.
     """
-    tensors = hf_tensors(model, mapping)
+    whole, tensors = whole_model(chunks), hf_tensors(chunks, mapping)
     with together():
         try:
             if dist.get_rank() == 0:
                 weights = SafetensorsFolder(source / transformer_folder)
-                parameters = dict(model.named_parameters())
-                _check(
-                    weights,
-                    source / transformer_folder,
-                    match(mapping, parameters, _heads(model)),
-                    parameters,
-                )
-                _check_target(source, folder, transformer_folder)
-                _write_folder(tensors, weights, source, folder, transformer_folder)
+                check_weights(weights, _hf_shapes(match(mapping, whole, model_heads(chunks)), whole))
+                check_target(source, folder, transformer_folder)
+                write_folder(tensors, weights.files, source, folder, transformer_folder)
         finally:
             for _ in tensors:  # the other ranks take part in gathering, and so does rank 0 after a failure
                 pass
 
 
-def _write_folder(
-    tensors: Iterator[tuple[str, Tensor]],
-    weights: SafetensorsFolder,
-    source: Path,
-    folder: Path,
-    transformer_folder: str,
-) -> None:
-    def old_weights(directory: str, names: list[str]) -> list[str]:
-        # The folder's other weight files are copies of the old weights in another precision or format.
-        is_weights = Path(directory) == source / transformer_folder
-        return [
-            name for name in names if is_weights and name.endswith((".safetensors", ".bin", ".index.json"))
-        ]
-
-    try:
-        with replacing(folder) as partial:
-            shutil.copytree(source, partial, ignore=old_weights, dirs_exist_ok=True)
-            if weights.index:
-                shutil.copy(weights.index, partial / transformer_folder)
-            with closing(SafetensorsWriter(weights, partial / transformer_folder)) as writer:
-                for name, tensor in tensors:
-                    writer.write(name, tensor)
-    except (OSError, shutil.Error) as error:
-        free = shutil.disk_usage(next(path for path in folder.absolute().parents if path.exists())).free
-        raise UserError(
-            f"cannot export to {folder}: {error}. {free / 2**30:.2f} GiB are free there; nothing was changed."
-        ) from error
-
-
-def _check(
-    weights: SafetensorsFolder, folder: Path, entries: list[Entry], parameters: dict[str, nn.Parameter]
-) -> None:
-    """All faults of the folder's weights for this model, in one `UserError`."""
-    size = _tensor_parallel()[1]
-    wanted = {
-        name: shape
-        for entry in entries
-        for name, shape in zip(entry.hf, entry.hf_shapes(parameters[entry.megatron].shape, size), strict=True)
+def own_parameters(chunks: Sequence[nn.Module], of_adapters: bool = False) -> dict[str, nn.Parameter]:
+    """This rank's parameters: the model's without its adapters, or theirs alone."""
+    return {
+        name: parameter
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if (f"{ADAPTER_SUFFIX}." in name) == of_adapters
     }
-    found = set(weights.names)
-    faults = [f"{name}: missing in the folder" for name in wanted.keys() - found]
-    faults += [f"{name}: not in the model" for name in found - wanted.keys()]
-    for name in wanted.keys() & found:
-        if weights.shape(name) != wanted[name]:
-            faults.append(
-                f"{name}: {list(weights.shape(name))} in the folder, {list(wanted[name])} in the model"
-            )
-        if weights.dtype(name) not in DTYPES:
-            faults.append(f"{name}: dtype {weights.dtype(name)}, known are {', '.join(DTYPES)}")
-    if faults:
-        lines = "\n".join(f"  {fault}" for fault in sorted(faults))
-        raise UserError(
-            f"the weights in {folder} do not fit the model; does its config.json belong to them?\n{lines}"
-        )
 
 
-def _check_target(source: Path, folder: Path, transformer_folder: str) -> None:
-    nested = [folder.resolve(), *folder.resolve().parents], [source.resolve(), *source.resolve().parents]
-    if source.resolve() in nested[0] or folder.resolve() in nested[1]:
-        raise UserError(f"cannot export to {folder}: it overlaps with the model's source folder {source}.")
-    if (folder / transformer_folder / "config.json").exists() or not folder.exists():
-        return
-    if not folder.is_dir() or any(folder.iterdir()):
-        raise UserError(
-            f"cannot export to {folder}: it holds something other than an older export; empty it first."
-        )
+def whole_model(chunks: Sequence[nn.Module], of_adapters: bool = False) -> dict[str, WholeParameter]:
+    """As `own_parameters`, of all pipeline stages. Collective over them."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    own = {
+        name: WholeParameter(tuple(parameter.shape), parameter.dtype, stage)
+        for name, parameter in own_parameters(chunks, of_adapters).items()
+    }
+    stages = [own] * parallel_state.get_pipeline_model_parallel_world_size()
+    if len(stages) > 1:
+        dist.all_gather_object(stages, own, group=parallel_state.get_pipeline_model_parallel_group())
+    return {name: parameter for each in stages for name, parameter in each.items()}
 
 
-def _heads(model: nn.Module) -> Heads:
-    return Heads(model.config.num_attention_heads, model.config.num_query_groups)
+def model_heads(chunks: Sequence[nn.Module]) -> Heads:
+    config = chunks[0].config
+    return Heads(config.num_attention_heads, config.num_query_groups)
+
+
+def _hf_shapes(entries: Sequence[Entry], whole: dict[str, WholeParameter]) -> dict[str, tuple[int, ...]]:
+    shapes = {name: parameter.shape for name, parameter in whole.items()}
+    return hf_shapes(entries, shapes, _tensor_parallel()[1])
 
 
 def _tensor_parallel() -> tuple[int, int]:
@@ -161,6 +141,15 @@ def _tensor_parallel() -> tuple[int, int]:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
     )
+
+
+def _from_stage(shard: Tensor | None, parameter: WholeParameter, device: torch.device) -> Tensor:
+    """The share that the parameter's stage holds, on every stage."""
+    if shard is None:
+        shard = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    dist.broadcast(shard, group=group, group_src=parameter.stage)
+    return shard
 
 
 def _gather(shard: Tensor, dim: int | None) -> list[Tensor]:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from megatron_omni.errors import UserError
 
+ADAPTER_SUFFIX = "_lora"
+"""An adapter's module is named after the layer it adapts (`megatron_omni.models.layers.lora`), with this."""
+
 
 class Kind(Enum):
     """How a Hugging Face tensor and a Megatron parameter correspond under tensor parallelism."""
@@ -74,10 +77,11 @@ class Entry:
 
     def hf_slice(self, hf_shape: Sequence[int], rank: int, size: int) -> tuple[slice, ...]:
         """The part of a whole Hugging Face tensor that belongs to tensor-parallel `rank` of `size`."""
-        if self.dim is None:
-            return tuple(slice(None) for _ in hf_shape)
-        share = hf_shape[self.dim] // size
-        return (slice(None),) * self.dim + (slice(rank * share, (rank + 1) * share),)
+        part = [slice(None)] * len(hf_shape)
+        if self.dim is not None:
+            share = hf_shape[self.dim] // size
+            part[self.dim] = slice(rank * share, (rank + 1) * share)
+        return tuple(part)
 
     def to_megatron(self, parts: Sequence[Tensor], size: int) -> Tensor:
         """A rank's parameter from its slices of the Hugging Face tensors; `size` ranks share it."""

@@ -8,8 +8,13 @@ from megatron_omni.errors import UserError
 MAY_CHANGE = frozenset(
     {
         "model.recompute_granularity",
+        "model.recompute_method",
         "model.recompute_num_layers",
         "parallel.*",
+        "optimizer.use_distributed_optimizer",
+        "optimizer.overlap_grad_reduce",
+        "optimizer.overlap_param_gather",
+        "optimizer.optimizer_cpu_offload",
         "reward.eval_reward",
         "reward.reward_workers",
         "reward.reward_timeout",
@@ -21,7 +26,7 @@ MAY_CHANGE = frozenset(
         "logging.*",
     }
 )
-"""The layout, what is logged and saved, evaluation, and how long the run goes on."""
+"""The layout, the optimizer's included; what is logged and saved; evaluation; how long the run goes on."""
 
 
 def check_config(saved: Config, current: Config) -> None:

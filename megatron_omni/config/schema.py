@@ -18,20 +18,30 @@ class ModelConfig:
     """Compute in bfloat16 with float32 master weights; otherwise float32 throughout."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Activation recomputation: full recomputes whole layers, selective the attention cores."""
+    recompute_method: Literal["uniform", "block"] = "uniform"
+    """Full recomputation of all layers, in chunks (uniform), or of each stage's first ones (block)."""
     recompute_num_layers: int = 1
-    """Layers in one recomputed chunk, with full recomputation."""
+    """With full recomputation: layers in a chunk (uniform), or layers recomputed, one by one (block)."""
     batch_invariant: bool = False
     """Run samples one by one, so that replay is exact for every micro-batch size. Slower; see the docs."""
 
 
 @dataclass
 class ParallelConfig:
-    """How the model is spread over processes. Data parallelism takes what is left."""
+    """How a model and its samples are spread over processes. Data parallelism takes what is left."""
 
     tensor_model_parallel_size: int = 1
     """Processes that share each layer's matrices."""
     sequence_parallel: bool = False
     """Also split activations along the sequence between those processes."""
+    pipeline_model_parallel_size: int = 1
+    """Stages that share the layers."""
+    num_virtual_stages_per_pipeline_rank: int = 1
+    """Chunks of layers a process holds, interleaved with the others' (a smaller pipeline bubble)."""
+    context_parallel_size: int = 1
+    """Processes that share each sample's tokens (USP: Ulysses × ring)."""
+    ulysses_degree_in_cp: int | None = None
+    """Ulysses' part of context parallelism, a ring does the rest; by default Ulysses alone."""
     distributed_timeout_minutes: float = 10.0
     """A process that hears nothing from its peers for so long ends with an error."""
 
@@ -50,6 +60,8 @@ class AlgorithmConfig:
     """Divide advantages by the standard deviation of the whole batch instead of the group's."""
     kl_coefficient: float = 0.0
     """Weight β of the KL penalty to the initial weights; 0 keeps no reference copy."""
+    offload_reference: bool = False
+    """Keep that copy in host memory while it is not used. With LoRA there is no copy."""
     updates_per_iteration: int = 1
     """Optimizer steps an iteration; each takes an equal share of the samples."""
 
@@ -136,6 +148,41 @@ class OptimizerConfig:
     """Adam's ε."""
     clip_grad: float = 1.0
     """Global gradient norm is clipped to this; 0 is off."""
+    use_distributed_optimizer: bool = False
+    """Spread master weights and moments over the data-parallel processes instead of keeping them on each."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients over data-parallel processes while the backward pass goes on."""
+    overlap_param_gather: bool = False
+    """With the distributed optimizer, gather updated weights while the next forward pass goes on."""
+    grad_reduce_in_bf16: bool = False
+    """Accumulate and reduce gradients in bfloat16, not float32: half the memory, less exact."""
+    optimizer_cpu_offload: bool = False
+    """With the distributed optimizer, keep master weights and moments in host memory, updated there."""
+
+
+@dataclass
+class LoraConfig:
+    """Low-rank adapters (LoRA) trained in place of the model's own weights."""
+
+    lora_rank: int = 0
+    """Rank of the adapters; 0 trains all weights."""
+    lora_alpha: float = 64.0
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Dropout before the adapters while training; above 0 replay is no longer exact."""
+    lora_target_modules: tuple[str, ...] = (
+        "to_q",
+        "to_k",
+        "to_v",
+        "to_out.0",
+        "add_q_proj",
+        "add_k_proj",
+        "add_v_proj",
+        "to_add_out",
+    )
+    """Linear layers to adapt, by (parts of) their Hugging Face names; * and ? work as in the shell."""
+    lora_path: str = ""
+    """Folder of an adapter to go on from, as PEFT or diffusers save it."""
 
 
 @dataclass
@@ -164,6 +211,12 @@ class CheckpointConfig:
     """Folder to resume from. If it holds no checkpoint yet, the run starts from model_path."""
     save_interval: int = 0
     """Iterations between checkpoints; 0 saves only at the end."""
+    async_save: bool = False
+    """Train on while a checkpoint, copied to host memory, is being written."""
+    keep_last_checkpoints: int = 0
+    """Checkpoints to keep, the newest ones and the best; 0 keeps all."""
+    save_hf: bool = False
+    """With each checkpoint, also write the model in Hugging Face form to hf/ in the checkpoint's folder."""
     export_hf: bool = False
     """At the end, write the model in Hugging Face form to hf/ in the run's folder."""
 
@@ -195,6 +248,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -12,7 +12,9 @@ _RANGES: list[tuple[str, Callable[[float], bool], str]] = [
     (
         "must be at least 1",
         lambda value: value >= 1,
-        "parallel.tensor_model_parallel_size model.recompute_num_layers algorithm.updates_per_iteration "
+        "parallel.tensor_model_parallel_size parallel.pipeline_model_parallel_size "
+        "parallel.num_virtual_stages_per_pipeline_rank parallel.context_parallel_size "
+        "model.recompute_num_layers algorithm.updates_per_iteration "
         "rollout.rollout_batch_size rollout.n_samples_per_prompt rollout.height rollout.width "
         "rollout.true_cfg_scale reward.reward_workers training.train_iters training.micro_batch_size "
         "training.eval_interval training.eval_samples",
@@ -26,19 +28,20 @@ _RANGES: list[tuple[str, Callable[[float], bool], str]] = [
         "must be positive",
         lambda value: value > 0,
         "parallel.distributed_timeout_minutes algorithm.clip_range algorithm.adv_clip_max "
-        "rollout.noise_level reward.reward_timeout optimizer.adam_eps",
+        "rollout.noise_level reward.reward_timeout optimizer.adam_eps lora.lora_alpha",
     ),
     (
         "must not be negative",
         lambda value: value >= 0,
         "algorithm.kl_coefficient rollout.sde_window_size optimizer.lr optimizer.min_lr "
         "optimizer.lr_warmup_iters optimizer.weight_decay optimizer.clip_grad training.seed "
-        "checkpoint.save_interval logging.sample_images",
+        "checkpoint.save_interval checkpoint.keep_last_checkpoints logging.sample_images "
+        "lora.lora_rank",
     ),
     (
         "must be at least 0 and less than 1",
         lambda value: 0 <= value < 1,
-        "optimizer.adam_beta1 optimizer.adam_beta2",
+        "optimizer.adam_beta1 optimizer.adam_beta2 lora.lora_dropout",
     ),
     ("must be more than 0 and at most 1", lambda value: 0 < value <= 1, "rollout.timestep_fraction"),
 ]
@@ -73,8 +76,10 @@ def _out_of_range(config: Config) -> Iterator[str]:
 
 def _impossible(config: Config, world_size: int) -> Iterator[str]:
     yield from _paths(config)
+    yield from _recomputation(config)
     yield from _layout(config, world_size)
     yield from _window(config)
+    yield from _optimizer(config)
 
 
 def _paths(config: Config) -> Iterator[str]:
@@ -84,19 +89,45 @@ def _paths(config: Config) -> Iterator[str]:
         path = getattr(config.data, name)
         if path and not Path(path).is_file():
             yield f"{name} {path!r} is not a file"
+    adapter = config.lora.lora_path
+    if adapter and not config.lora.lora_rank:
+        yield f"lora_path {adapter!r} needs lora_rank, the rank of its adapters"
+    elif adapter and not Path(adapter).is_dir():
+        yield f"lora_path {adapter!r} is not a folder"
     if config.reward.eval_reward and not config.data.eval_data:
         yield f"eval_reward {config.reward.eval_reward!r} is logged at evaluations, which need eval_data"
 
 
+def _recomputation(config: Config) -> Iterator[str]:
+    if config.model.recompute_granularity == "full":
+        return
+    for name, default in (("recompute_method", "uniform"), ("recompute_num_layers", 1)):
+        if (value := getattr(config.model, name)) != default:
+            yield f"{name} {value} needs recompute_granularity full"
+
+
 def _layout(config: Config, world_size: int) -> Iterator[str]:
     """Processes, and how they share the samples of an iteration."""
-    tensor_parallel = config.parallel.tensor_model_parallel_size
-    if config.parallel.sequence_parallel and tensor_parallel == 1:
+    parallel = config.parallel
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    context = parallel.context_parallel_size
+    if parallel.sequence_parallel and tensor == 1:
         yield "sequence_parallel needs tensor_model_parallel_size above 1"
-    if world_size % tensor_parallel:
-        yield f"tensor_model_parallel_size {tensor_parallel} does not divide the {world_size} processes"
+    if parallel.num_virtual_stages_per_pipeline_rank > 1 and pipeline == 1:
+        yield "num_virtual_stages_per_pipeline_rank needs pipeline_model_parallel_size above 1"
+    if config.model.batch_invariant and pipeline > 1:
+        yield "batch_invariant needs pipeline_model_parallel_size 1; set micro_batch_size 1 instead"
+    ulysses = parallel.ulysses_degree_in_cp
+    if ulysses is not None and (ulysses < 1 or context % ulysses):
+        yield f"ulysses_degree_in_cp {ulysses} does not divide context_parallel_size {context}"
+    if world_size % (tensor * pipeline * context):
+        yield (
+            f"{world_size} processes cannot be shared: tensor_model_parallel_size {tensor} × "
+            f"pipeline_model_parallel_size {pipeline} × context_parallel_size {context} = "
+            f"{tensor * pipeline * context} does not divide them"
+        )
         return
-    data_parallel = world_size // tensor_parallel
+    data_parallel = world_size // (tensor * pipeline * context)
     prompts, group = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
     if prompts % data_parallel:
         yield (
@@ -122,3 +153,19 @@ def _window(config: Config) -> Iterator[str]:
         yield f"sde_window_range {first} {stop} must lie within 0 {stochastic}, all steps but the last"
     elif size > stop - first:
         yield f"sde_window_size {size} exceeds the {stop - first} steps it may cover, {first} to {stop - 1}"
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    settings = config.optimizer
+    for name in ("overlap_param_gather", "optimizer_cpu_offload"):
+        if getattr(settings, name) and not settings.use_distributed_optimizer:
+            yield f"{name} needs use_distributed_optimizer"
+    if settings.overlap_param_gather and not settings.overlap_grad_reduce:
+        yield "overlap_param_gather needs overlap_grad_reduce"
+    if settings.optimizer_cpu_offload and not config.model.bf16:
+        yield "optimizer_cpu_offload needs bf16: a float32 model is its own master weights"
+    if settings.grad_reduce_in_bf16 and not config.model.bf16:
+        yield "grad_reduce_in_bf16 needs bf16: the gradients of a float32 model are float32"
+    decay = settings.lr_decay_iters or config.training.train_iters
+    if settings.lr_warmup_iters >= decay:
+        yield f"lr_warmup_iters {settings.lr_warmup_iters} must be less than lr_decay_iters, {decay}"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_omni.config.schema import ModelConfig, ParallelConfig
+from megatron_omni.parallel.stages import WHOLE_MODEL, Stage
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,32 @@ class ImageSize:
 
 
 class DiffusionModel(Protocol):
-    """A Megatron module that predicts the velocity ε − x0 of rectified flow."""
+    """A Megatron module that predicts the velocity ε − x0 of rectified flow, or one pipeline stage of it.
+
+    Parameters have the same names at every layout. A stage that is not the first computes on what
+    `set_input_tensor` gave it; one that is not the last returns what the next stage takes.
+    """
 
     implementation: str
     """What its layers and its attention really run on, for the log."""
+    pre_process: bool
+    """Whether this is the first stage."""
+    post_process: bool
+    """Whether this is the last stage."""
 
     def forward(self, latents: Tensor, sigma: Tensor, condition: TextCondition, size: ImageSize) -> Tensor:
         """latents [B, N, C], sigma [B] in [0, 1], N = size.height * size.width.
 
         Returns velocity [B, N, C] in the dtype of the latents.
         """
+        ...
+
+    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
+        """What the stage before has returned; called by Megatron's schedules too."""
+        ...
+
+    def hop_shape(self, latents: Tensor, condition: TextCondition) -> tuple[int, int, int]:
+        """Shape of what goes from stage to stage on this rank, for these inputs."""
         ...
 
 
@@ -62,6 +79,8 @@ class Pipeline(Protocol):
 
     latent_channels: int
     """C, channels of a packed token."""
+    networks: Sequence[torch.nn.Module]
+    """Those it keeps on the device."""
 
     def encode_prompts(self, prompts: Sequence[str]) -> list[Tensor]:
         """Embeddings [T_i, D] without padding, one a prompt."""
@@ -92,20 +111,29 @@ class Pipeline(Protocol):
 class ModelFamily:
     """The entry of a model in the registry: how to build, load and export it.
 
-    `build_model(folder, model, parallel)` builds the Megatron module with random weights, of the sizes in
-    the folder's config; `open_pipeline(folder, device, dtype)` opens the frozen parts; `mapping` is the
-    table that drives load, export and weight transfer (`megatron_omni.checkpoint.mapping`).
+    `build_model(folder, model, parallel, stage)` builds the Megatron module of a pipeline stage with random
+    weights, of the sizes in the folder's config; `open_pipeline(folder, device, dtype)` opens the frozen
+    parts; `mapping` is the table that drives load, export and weight transfer
+    (`megatron_omni.checkpoint.mapping`); `check_layout(folder, parallel)` raises `UserError` if the processes
+    cannot share the model.
     """
 
     name: str
     build_model: "ModelBuilder"
     open_pipeline: "PipelineOpener"
     mapping: tuple
+    check_layout: "LayoutCheck"
     transformer_folder: str = "transformer"
 
 
 class ModelBuilder(Protocol):
-    def __call__(self, folder: Path, model: ModelConfig, parallel: ParallelConfig) -> torch.nn.Module: ...
+    def __call__(
+        self, folder: Path, model: ModelConfig, parallel: ParallelConfig, stage: Stage = WHOLE_MODEL
+    ) -> torch.nn.Module: ...
+
+
+class LayoutCheck(Protocol):
+    def __call__(self, folder: Path, parallel: ParallelConfig) -> None: ...
 
 
 class PipelineOpener(Protocol):

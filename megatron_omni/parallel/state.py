@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,19 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_omni.config.schema import ParallelConfig
+from megatron_omni.parallel.stages import Stage
 from megatron_omni.platforms import current_platform
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """This process's place in the run."""
+    """This process's place in the run.
+
+    The processes of one data-parallel rank form a replica: together they hold one copy of the model and
+    draw the same samples.
+    """
 
     device: torch.device
     rank: int
@@ -24,15 +32,38 @@ class Layout:
     tensor_rank: int
     tensor_size: int
     sequence_parallel: bool
+    pipeline_rank: int
+    pipeline_size: int
+    chunks: int
+    """Model chunks on this process: virtual pipeline stages."""
+    context_rank: int
+    context_size: int
+    ulysses_size: int
     data_rank: int
     data_size: int
 
     def __str__(self) -> str:
         sequence = " + sequence parallel" if self.sequence_parallel else ""
-        return (
-            f"{self.world_size} {self.device.type} process(es): "
-            f"tensor parallel {self.tensor_size}{sequence} × data parallel {self.data_size}"
-        )
+        parts = [f"tensor parallel {self.tensor_size}{sequence}"]
+        if self.pipeline_size > 1:
+            interleaved = f" × {self.chunks} virtual stages" if self.chunks > 1 else ""
+            parts.append(f"pipeline {self.pipeline_size}{interleaved}")
+        if self.context_size > 1:
+            ring = self.context_size // self.ulysses_size
+            parts.append(f"context {self.context_size} (Ulysses {self.ulysses_size} × ring {ring})")
+        parts.append(f"data parallel {self.data_size}")
+        return f"{self.world_size} {self.device.type} process(es): {' × '.join(parts)}"
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The pipeline stages on this process, one a model chunk."""
+        count = self.pipeline_size * self.chunks
+        return [Stage(chunk * self.pipeline_size + self.pipeline_rank, count) for chunk in range(self.chunks)]
+
+    @property
+    def leads_replica(self) -> bool:
+        """Whether this process does what one process of each replica does, such as scoring samples."""
+        return self.tensor_rank == self.pipeline_rank == self.context_rank == 0
 
     def gather_data_parallel(self, tensor: Tensor) -> Tensor:
         """The tensors of all data-parallel ranks, of equal shape, joined along the last dimension."""
@@ -44,17 +75,30 @@ class Layout:
         )
         return torch.cat(parts, dim=-1).to(tensor.device)
 
-    def broadcast_tensor_parallel(self, tensor: Tensor) -> Tensor:
-        """The tensor of the first rank of this tensor-parallel group."""
-        if self.tensor_size == 1:
-            return tensor
+    def broadcast_in_replica(self, tensor: Tensor) -> Tensor:
+        """The tensor of the process that leads this replica."""
         sent = tensor.to(self.device, copy=True).contiguous()
-        dist.broadcast(
-            sent,
-            src=parallel_state.get_tensor_model_parallel_src_rank(),
-            group=parallel_state.get_tensor_model_parallel_group(),
-        )
+        for group in (
+            parallel_state.get_context_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+            parallel_state.get_tensor_model_parallel_group(),
+        ):
+            if group.size() > 1:
+                dist.broadcast(sent, group=group, group_src=0)
         return sent.to(tensor.device)
+
+    def from_last_stage(self, value: Value) -> Value:
+        """The value of the last pipeline stage."""
+        if self.pipeline_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(
+            values,
+            group=parallel_state.get_pipeline_model_parallel_group(),
+            group_src=self.pipeline_size - 1,
+            device=self.device,
+        )
+        return values[0]
 
     def reduce_data_parallel(self, values: dict[str, float], op: dist.ReduceOp) -> dict[str, float]:
         """Each value reduced over the data-parallel ranks, which all give the same names."""
@@ -66,10 +110,7 @@ class Layout:
 
 
 def initialize(config: ParallelConfig, seed: int) -> Layout:
-    """Joins the processes that torchrun started (or makes a world of one) and forms Megatron's groups.
-
-    Seeds torch's default generators alike on every rank, and Megatron's model-parallel one by tensor rank.
-    """
+    """Joins the processes that torchrun started (or makes a world of one) and forms Megatron's groups."""
     platform = current_platform()
     device = platform.device(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
@@ -79,8 +120,24 @@ def initialize(config: ParallelConfig, seed: int) -> Layout:
         dist.init_process_group(
             platform.backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
         )
+    return form_groups(config, seed, device)
+
+
+def form_groups(config: ParallelConfig, seed: int, device: torch.device) -> Layout:
+    """Megatron's groups of the processes that have joined.
+
+    Seeds torch's default generators alike on every rank, and Megatron's model-parallel one by tensor rank.
+    """
+    chunks = config.num_virtual_stages_per_pipeline_rank
+    ulysses = config.ulysses_degree_in_cp or config.context_parallel_size
     parallel_state.initialize_model_parallel(
         config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        context_parallel_size=config.context_parallel_size,
+        hierarchical_context_parallel_sizes=(
+            [ulysses, config.context_parallel_size // ulysses] if config.context_parallel_size > 1 else None
+        ),
         distributed_timeout_minutes=config.distributed_timeout_minutes,
     )
     torch.manual_seed(seed)
@@ -92,6 +149,12 @@ def initialize(config: ParallelConfig, seed: int) -> Layout:
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         sequence_parallel=config.sequence_parallel,
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        chunks=chunks,
+        context_rank=parallel_state.get_context_parallel_rank(),
+        context_size=parallel_state.get_context_parallel_world_size(),
+        ulysses_size=ulysses,
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
     )

@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from megatron_omni.platforms.attention import AttentionKernel, PlainAttention
+
 
 class Platform(ABC):
     """One kind of hardware. The rest of the engine never asks which."""
@@ -12,6 +14,10 @@ class Platform(ABC):
     """Device type, as in `torch.device(name)`."""
     backend: str
     """Backend of torch.distributed."""
+    attention: AttentionKernel = PlainAttention()
+    """Attention over a part of the keys."""
+    memory: str = "device memory"
+    """What `peak_memory_gib` measures, in words."""
 
     @abstractmethod
     def prepare(self) -> None:

@@ -5,12 +5,15 @@ import resource
 import torch
 
 from megatron_omni.platforms import megatron_fixes, megatron_on_cpu
+from megatron_omni.platforms.attention import CpuAttention
 from megatron_omni.platforms.base import Platform
 
 
 class CpuPlatform(Platform):
     name = "cpu"
     backend = "gloo"
+    attention = CpuAttention()
+    memory = "resident memory, libraries included"
 
     def prepare(self) -> None:
         megatron_fixes.install()

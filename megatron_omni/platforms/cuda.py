@@ -3,12 +3,14 @@
 import torch
 
 from megatron_omni.platforms import megatron_fixes
+from megatron_omni.platforms.attention import CudaAttention
 from megatron_omni.platforms.base import Platform
 
 
 class CudaPlatform(Platform):
     name = "cuda"
     backend = "nccl"
+    attention = CudaAttention()
 
     def prepare(self) -> None:
         megatron_fixes.install()

@@ -111,12 +111,12 @@ class MicroBatchEngine(ABC):
         self.weight_version = 0
 
     def generate(self, requests: list[RolloutRequest]) -> Iterator[Trajectory]:
-        for start in range(0, len(requests), self.micro_batch_size):
-            yield self.draw(requests[start : start + self.micro_batch_size])
+        size = self.micro_batch_size
+        yield from self.draw(requests[start : start + size] for start in range(0, len(requests), size))
 
     def update_weights(self, version: int) -> None:
         self.weight_version = version
 
     @abstractmethod
-    def draw(self, requests: list[RolloutRequest]) -> Trajectory:
-        """The trajectory of one micro-batch, with `weight_version`."""
+    def draw(self, micro_batches: Iterable[list[RolloutRequest]]) -> Iterator[Trajectory]:
+        """The trajectory of each micro-batch, in order, with `weight_version`."""

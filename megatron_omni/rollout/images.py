@@ -1,12 +1,15 @@
 """Pictures from disk in the place of samples: the "rollout" of supervised training."""
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
 from megatron_omni.cache import BatchCache
 from megatron_omni.config.schema import Config
 from megatron_omni.data.images import ImageSet
-from megatron_omni.models.base import DiffusionModel, Pipeline
+from megatron_omni.models.base import Pipeline
+from megatron_omni.parallel.pipeline import ForwardPipeline
 from megatron_omni.rollout.base import MicroBatchEngine, RolloutRequest, Trajectory
 
 CACHED_IMAGES = 32768
@@ -18,7 +21,7 @@ class ImageEngine(MicroBatchEngine):
     def __init__(
         self,
         config: Config,
-        model: DiffusionModel,
+        policy: ForwardPipeline,
         pipeline: Pipeline,
         embeddings: BatchCache,
         device: torch.device,
@@ -32,7 +35,10 @@ class ImageEngine(MicroBatchEngine):
     def _encode(self, names: list[str]) -> list[Tensor]:
         return list(self.pipeline.encode_images(self.images.load([self.rows[name] for name in names])))
 
-    def draw(self, requests: list[RolloutRequest]) -> Trajectory:
+    def draw(self, micro_batches: Iterable[list[RolloutRequest]]) -> Iterator[Trajectory]:
+        return map(self._trajectory, micro_batches)
+
+    def _trajectory(self, requests: list[RolloutRequest]) -> Trajectory:
         clean = torch.stack(self.latents([request.metadata["image"] for request in requests]))
         none = clean.new_empty(len(clean), 0)
         no_steps = clean.new_empty(len(clean), 0, *clean.shape[1:])

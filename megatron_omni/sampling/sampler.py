@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_omni.models.base import DiffusionModel, ImageSize
+from megatron_omni.models.base import ImageSize
+from megatron_omni.parallel.pipeline import Lane
 from megatron_omni.sampling.guidance import Guidance
 from megatron_omni.sampling.seeds import generator
 from megatron_omni.sampling.step import Kind, stochastic_step
@@ -41,15 +42,16 @@ class Sampler:
     @torch.no_grad()
     def sample(
         self,
-        model: DiffusionModel,
         noise: Tensor,
         embeddings: list[Tensor],
         negative: Tensor,
         windows: list[tuple[int, ...]],
         recorded: list[tuple[int, ...]],
         seeds: list[int],
-    ) -> SampledPath:
+    ) -> Lane[SampledPath]:
         """From initial noise [B, N, C] down to sigma 0, all rows in one forward pass a step.
+
+        A lane for `megatron_omni.parallel.pipeline.ForwardPipeline`, which runs the model.
 
         Row b is stochastic at the steps `windows[b]`, with noise that depends on (seeds[b], step) alone;
         the steps `recorded[b]`, equally many in every row, are kept.
@@ -60,7 +62,7 @@ class Sampler:
         for i in range(len(self.sigmas) - 1):
             sigma, sigma_next = self.sigmas[i].item(), self.sigmas[i + 1].item()
             inputs = self.guidance.inputs(x, x.new_full((len(x),), sigma), embeddings, negative, self.size)
-            velocity = self.guidance.combine(self.guidance.forward(model, inputs))
+            velocity = self.guidance.combine((yield inputs))
             step = stochastic_step(x, velocity, sigma, sigma_next, kind="ode", noise_level=0.0)
             x_next, log_prob = step.next_sample, None
             stochastic = [i in window for window in windows]

@@ -8,11 +8,14 @@ import torch
 from megatron_omni.algorithms.base import Algorithm
 from megatron_omni.algorithms.registry import ALGORITHMS
 from megatron_omni.cache import BatchCache
+from megatron_omni.checkpoint.adapter import load_adapter
 from megatron_omni.checkpoint.hf import load_hf
 from megatron_omni.config.schema import Config
 from megatron_omni.data.prompts import PromptSet
-from megatron_omni.models.base import ModelFamily
+from megatron_omni.models.base import ImageSize, ModelFamily
+from megatron_omni.models.layers.lora import add_adapters
 from megatron_omni.models.registry import MODELS
+from megatron_omni.parallel.pipeline import ForwardPipeline
 from megatron_omni.parallel.state import Layout
 from megatron_omni.rewards.pool import RewardPool
 from megatron_omni.rollout.base import RolloutEngine
@@ -20,7 +23,9 @@ from megatron_omni.rollout.megatron.engine import MegatronEngine
 from megatron_omni.rollout.registry import ENGINES
 from megatron_omni.sampling.guidance import Guidance
 from megatron_omni.training.evaluation import Evaluator
+from megatron_omni.training.memory import MemoryEstimate, Workload, estimate
 from megatron_omni.training.optimizer import Optimization, build_optimization
+from megatron_omni.training.reference import Reference
 from megatron_omni.training.scoring import Scorer
 from megatron_omni.training.update import Updater
 
@@ -33,6 +38,8 @@ class Parts:
 
     family: ModelFamily
     optimization: Optimization
+    memory: MemoryEstimate
+    """Of this process, while it trains."""
     prompts: PromptSet
     engine: RolloutEngine
     algorithm: Algorithm
@@ -64,23 +71,41 @@ def build_parts(config: Config, layout: Layout) -> Parts:
     if algorithm.uses_rewards or heldout:
         scorer = open_scorer(config, layout, config.reward.reward, prompts, heldout)
 
-    model = build_model(config, family, folder, layout)
+    guidance = Guidance(config.rollout.true_cfg_scale, config.model.batch_invariant)
+    chunks = build_model(config, family, folder, layout)
+    if config.lora.lora_rank:
+        add_adapters(chunks, family.mapping, config.lora, config.training.seed)
+        if config.lora.lora_path:
+            load_adapter(chunks, family.mapping, config.lora, Path(config.lora.lora_path))
+    policy = ForwardPipeline(chunks, guidance.forward, dtype)
     reference = None
     if algorithm.needs_reference:
-        reference = build_model(config, family, folder, layout).requires_grad_(False).eval()
-    optimization = build_optimization(config, model)
+        reference = build_reference(config, family, folder, layout, policy)
     embeddings = BatchCache(pipeline.encode_prompts, CACHED_PROMPTS)
-    guidance = Guidance(config.rollout.true_cfg_scale, config.model.batch_invariant)
-    parts = (config, model, pipeline, embeddings, layout.device)
+    networks = list(pipeline.networks)
+    if reference and not (config.lora.lora_rank or config.algorithm.offload_reference):
+        networks += reference.pipeline.chunks
+    work = workload(config, layout, algorithm, prompts, embeddings, pipeline.latent_channels, size)
+    memory = estimate(config, layout, chunks, work, networks)
+    optimization = build_optimization(config, chunks)
+    parts = (config, policy, pipeline, embeddings, layout.device)
     return Parts(
         family=family,
         optimization=optimization,
+        memory=memory,
         prompts=prompts,
         engine=ENGINES.get(config.rollout.rollout_engine)(*parts),
         algorithm=algorithm,
         scorer=scorer,
         updater=Updater(
-            optimization, algorithm, guidance, embeddings, config.rollout.negative_prompt, size, reference
+            optimization,
+            algorithm,
+            guidance,
+            embeddings,
+            config.rollout.negative_prompt,
+            size,
+            reference,
+            layout,
         ),
         evaluator=Evaluator(
             config,
@@ -95,11 +120,53 @@ def build_parts(config: Config, layout: Layout) -> Parts:
     )
 
 
-def build_model(config: Config, family: ModelFamily, folder: Path, layout: Layout) -> torch.nn.Module:
-    """The Megatron module on this rank's device, with the folder's weights."""
-    model = family.build_model(folder, config.model, config.parallel).to(layout.device)
-    load_hf(model, family.mapping, folder / family.transformer_folder)
-    return model
+def build_model(config: Config, family: ModelFamily, folder: Path, layout: Layout) -> list[torch.nn.Module]:
+    """This process's chunks of the Megatron module on its device, with the folder's weights."""
+    chunks = []
+    for number, stage in enumerate(layout.stages):
+        chunk = family.build_model(folder, config.model, config.parallel, stage).to(layout.device)
+        chunk.vp_stage = number if layout.chunks > 1 else None
+        chunks.append(chunk)
+    load_hf(chunks, family.mapping, folder / family.transformer_folder)
+    return chunks
+
+
+def workload(
+    config: Config,
+    layout: Layout,
+    algorithm: Algorithm,
+    prompts: PromptSet,
+    embeddings: BatchCache,
+    latent_channels: int,
+    size: ImageSize,
+) -> Workload:
+    """An update's work, with as much text as the longest prompt has."""
+    longest = max(prompts.rows, key=lambda row: len(row.prompt))
+    (text,) = embeddings([longest.prompt])
+    trained_steps = len(algorithm.requests(0, [longest.metadata], 0)[0].trained)
+    samples = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt // layout.data_size
+    micro_batches = samples // config.training.micro_batch_size // config.algorithm.updates_per_iteration
+    return Workload(
+        rows=config.training.micro_batch_size * (2 if config.rollout.true_cfg_scale != 1 else 1),
+        text_tokens=len(text),
+        image_tokens=size.height * size.width,
+        text_channels=text.shape[1],
+        latent_channels=latent_channels,
+        micro_batches=micro_batches * max(1, trained_steps),
+    )
+
+
+def build_reference(
+    config: Config, family: ModelFamily, folder: Path, layout: Layout, policy: ForwardPipeline
+) -> Reference:
+    """The policy before training: without its adapters, or a frozen copy."""
+    if config.lora.lora_rank:
+        return Reference.without_adapters(policy)
+    frozen = [chunk.requires_grad_(False).eval() for chunk in build_model(config, family, folder, layout)]
+    pipeline = ForwardPipeline(frozen, policy.forward, policy.dtype)
+    if config.algorithm.offload_reference:
+        return Reference.on_host(pipeline, layout.device)
+    return Reference(pipeline)
 
 
 def open_scorer(config: Config, layout: Layout, reward: str, *prompts: PromptSet | None) -> Scorer:

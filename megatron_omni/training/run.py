@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_omni.algorithms.base import Advantages
+from megatron_omni.checkpoint.adapter import save_adapter
 from megatron_omni.checkpoint.collective import on_rank_0
-from megatron_omni.checkpoint.distributed import Checkpointer, latest_iteration
+from megatron_omni.checkpoint.distributed import Checkpointer, Resumed
+from megatron_omni.checkpoint.folder import latest_checkpoint
 from megatron_omni.checkpoint.hf import export_hf
 from megatron_omni.checkpoint.replace import replace_text
 from megatron_omni.config.io import to_yaml
@@ -21,12 +23,14 @@ from megatron_omni.config.schema import Config
 from megatron_omni.config.validate import validate
 from megatron_omni.data.sampler import shard
 from megatron_omni.errors import UserError
+from megatron_omni.models.layers.lora import adapters_merged
 from megatron_omni.parallel import state
 from megatron_omni.parallel.peers import naming_lost_ranks
 from megatron_omni.platforms import current_platform
 from megatron_omni.rollout.base import RolloutRequest, Trajectory
 from megatron_omni.training.build import Parts, build_parts
 from megatron_omni.training.evaluation import Evaluation
+from megatron_omni.training.memory import GIB, MemoryEstimate
 from megatron_omni.training.metrics import MetricsWriter
 from megatron_omni.training.progress import ProgressDisplay
 from megatron_omni.training.report import write_report
@@ -51,8 +55,13 @@ class Run:
         self.checkpoints = checkpoint_folder(config)
         self.platform = current_platform()
         self.timings = Timings(self.platform.synchronize)
-        self.iteration = self._resume()
+        self.resumed = self._resume()
+        self.iteration = self.resumed.iteration if self.resumed else 0
+        self.first_iteration = self.iteration + 1
         self.saved_iteration = self.iteration
+        self.memory = _largest(parts.memory)
+        self.eval_reward: float | None = None
+        """Of the current weights, where they have been evaluated."""
 
     def iterations(self) -> Iterator[int]:
         """The iterations that are still to do."""
@@ -127,6 +136,7 @@ class Run:
             "throughput/samples_per_second": len(rewards.values) / seconds,
             "consistency/weight_version": float(trajectory.weight_version),
             "memory/peak_gib": self._peak_memory(),
+            "memory/estimated_gib": self.memory.total / GIB,
         }
         self._check_finite(iteration, metrics)
         last = iteration == self.config.training.train_iters
@@ -135,11 +145,18 @@ class Run:
             evaluation = self._evaluate(iteration)
             metrics |= evaluation.metrics
             pictures = {"eval/samples": evaluation.images}
+        self.eval_reward = metrics.get("eval/reward_mean")
         self.iteration = iteration
         self.writer.log(iteration, metrics, pictures)
         self.display.update(iteration, metrics)
+        if iteration == self.first_iteration:
+            self.display.message(
+                f"memory: {metrics['memory/peak_gib']:.3g} GiB at most so far ({self.platform.memory}), "
+                f"{metrics['memory/estimated_gib']:.3g} GiB estimated"
+            )
         if pictures and not last:
             self._write_report()
+        self.checkpointer.poll()
         interval = self.config.checkpoint.save_interval
         if last or (interval and iteration % interval == 0):
             self._save()
@@ -148,8 +165,9 @@ class Run:
         """The last checkpoint, the export and the report."""
         if self.saved_iteration < self.iteration:
             self._save()
+        self.checkpointer.finish()
         if self.config.checkpoint.export_hf:
-            self._export()
+            self._export_at_end()
         self._write_report()
         self.display.message(f"checkpoint: {self.checkpoints}")
         self.display.message(f"report: {self.folder / 'report.html'}")
@@ -158,39 +176,67 @@ class Run:
     def opened(self) -> Iterator["Run"]:
         """The run with its outputs open."""
         resumed = self.iteration or None
-        on_rank_0(lambda: _prepare_folder(self.config, resumed, self._describe()))
+        loaded = self.resumed.name if self.resumed else None
+        on_rank_0(lambda: _prepare_folder(self.config, resumed, loaded, self._describe()))
         self.writer = MetricsWriter(self.folder, self.config, resumed)
         self.display = ProgressDisplay(self.config.training.train_iters, self.iteration)
         try:
             with self.display:
                 self.display.message(self._describe())
-                if resumed:
-                    self.display.message(f"resumed after iteration {resumed}")
+                self.display.message(f"memory of the largest process, estimated: {self.memory}")
+                if self.resumed:
+                    self.display.message(_origin(self.resumed, self.config.checkpoint.load))
                 yield self
         finally:
             self.writer.close()
+            self.checkpointer.close()
 
-    def _resume(self) -> int:
+    def _resume(self) -> Resumed | None:
         if not self.config.checkpoint.load:
-            return 0
+            return None
         resumed = self.checkpointer.load(Path(self.config.checkpoint.load))
-        if resumed is None:
-            return 0
-        self.engine.update_weights(version=resumed.iteration)
-        return resumed.iteration
+        if resumed:
+            self.engine.update_weights(version=resumed.iteration)
+        return resumed
 
     def _save(self) -> None:
         with self.phase("save"):
+            self.parts.optimization.gather_parameters()
             consumed = self.iteration * self.config.rollout.rollout_batch_size
-            self.checkpointer.save(self.checkpoints, self.iteration, {"consumed_prompts": consumed})
+            self.checkpointer.save(
+                self.checkpoints,
+                self.iteration,
+                {"consumed_prompts": consumed},
+                self.eval_reward,
+                self._export_trained if self.config.checkpoint.save_hf else None,
+            )
         self.saved_iteration = self.iteration
 
-    def _export(self) -> None:
-        family, target = self.parts.family, self.folder / "hf"
+    def _export_at_end(self) -> None:
+        """The model in Hugging Face form; with LoRA also the adapters."""
+        model, adapter = self.folder / "hf", self.folder / "adapter"
+        self._export_model(model)
+        self.display.message(f"model: {model}")
+        if self.config.lora.lora_rank:
+            self._export_trained(adapter)
+            self.display.message(f"adapter: {adapter}")
+
+    def _export_trained(self, target: Path) -> None:
+        """What is trained, in Hugging Face form: the adapters, or the whole model."""
+        if not self.config.lora.lora_rank:
+            self._export_model(target)
+            return
+        optimization, source = self.parts.optimization, Path(self.config.model.model_path)
+        optimization.gather_parameters()
+        save_adapter(optimization.modules, self.parts.family.mapping, self.config.lora, source, target)
+
+    def _export_model(self, target: Path) -> None:
+        """The whole model in Hugging Face form, with its adapters merged into it."""
+        optimization, family = self.parts.optimization, self.parts.family
         source = Path(self.config.model.model_path)
-        model = self.parts.optimization.model.module
-        export_hf(model, family.mapping, source, target, family.transformer_folder)
-        self.display.message(f"model: {target}")
+        optimization.gather_parameters()
+        with adapters_merged(optimization.modules):
+            export_hf(optimization.modules, family.mapping, source, target, family.transformer_folder)
 
     def _evaluate(self, iteration: int) -> Evaluation:
         start = time.perf_counter()
@@ -218,8 +264,10 @@ class Run:
         )
 
     def _peak_memory(self) -> float:
-        peak = {"peak": self.platform.peak_memory_gib()}
-        return self.layout.reduce_data_parallel(peak, dist.ReduceOp.MAX)["peak"]
+        """The largest process's, in GiB."""
+        peak = torch.tensor(self.platform.peak_memory_gib(), device=self.layout.device)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        return peak.item()
 
     def _check_finite(self, iteration: int, metrics: dict[str, float]) -> None:
         for name in ("train/loss", "train/grad_norm"):
@@ -235,13 +283,17 @@ class Run:
 
     def _describe(self) -> str:
         """What really runs, on one line."""
-        model = self.parts.optimization.model.module
-        parameters = sum(parameter.numel() for parameter in model.parameters())
+        chunks = self.parts.optimization.modules
+        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        size = f"{sum(parameter.numel() for parameter in parameters) / 1e6:.1f} M parameters"
+        if self.config.lora.lora_rank:
+            size += f" ({trained / 1e6:.2f} M of them trained: LoRA of rank {self.config.lora.lora_rank})"
         dtype = "bfloat16" if self.config.model.bf16 else "float32"
         facts = [
             f"{self.config.algorithm.algorithm} on {self.config.model.model}",
-            f"{parameters / 1e6:.1f} M parameters a process in {dtype}",
-            model.implementation,
+            f"{size} a process in {dtype}",
+            chunks[0].implementation,
             str(self.layout),
         ]
         return " · ".join(facts)
@@ -258,7 +310,7 @@ def open_run(config: Config) -> Iterator[Run]:
     with naming_lost_ranks(), closing(build_parts(config, layout)) as parts:
         optimization = parts.optimization
         checkpointer = Checkpointer(
-            optimization.model, optimization.optimizer, optimization.scheduler, config
+            optimization.chunks, optimization.optimizer, optimization.scheduler, config
         )
         with Run(config, layout, parts, checkpointer).opened() as run:
             yield run
@@ -273,8 +325,11 @@ def checkpoint_folder(config: Config) -> Path:
     return Path(config.checkpoint.save) if config.checkpoint.save else run_folder(config) / "checkpoints"
 
 
-def _prepare_folder(config: Config, resumed: int | None, layout: str) -> None:
-    """The run's folder with its settings. What an earlier run left is moved aside, not overwritten."""
+def _prepare_folder(config: Config, resumed: int | None, loaded: str | None, layout: str) -> None:
+    """The run's folder with its settings. What an earlier run left is moved aside, not overwritten.
+
+    `resumed`: the iteration a run goes on from; `loaded`: the checkpoint it or a new run began with.
+    """
     folder, checkpoints = run_folder(config), checkpoint_folder(config)
     if resumed is None and folder.exists():
         number = 1
@@ -282,13 +337,27 @@ def _prepare_folder(config: Config, resumed: int | None, layout: str) -> None:
             number += 1
         folder.rename(aside)
         print(f"{folder} held an earlier run: it is now {aside}")
-    if checkpoints.is_dir() and latest_iteration(checkpoints) != resumed:
+    if checkpoints.is_dir() and latest_checkpoint(checkpoints) not in (None, loaded):
         raise UserError(
             f"{checkpoints} holds checkpoints of another run: resume it with --load, or set another --save."
         )
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / "config.yaml", to_yaml(config))
     replace_text(folder / LAYOUT_FILE, layout)
+
+
+def _largest(memory: MemoryEstimate) -> MemoryEstimate:
+    """That of the process that needs most. Collective."""
+    estimates = [memory] * dist.get_world_size()
+    dist.all_gather_object(estimates, memory)
+    return max(estimates, key=lambda each: each.total)
+
+
+def _origin(resumed: Resumed, folder: str) -> str:
+    if resumed.iteration == 0:
+        return f"started from the weights in {Path(folder) / resumed.name}"
+    generators = "" if resumed.same_layout else "; the layout is another, so random generators start anew"
+    return f"resumed after iteration {resumed.iteration}{generators}"
 
 
 def _scores(evaluation: Evaluation) -> str:

@@ -34,13 +34,13 @@ class GlobalRewards:
 class Scorer:
     """Scores trajectories in the reward's worker processes.
 
-    One rank of each tensor-parallel group owns the workers; its results are broadcast to the group, so
-    that all its ranks go on with the same numbers.
+    One process of each replica owns the workers; its results are broadcast to the others, so that all go on
+    with the same numbers.
     """
 
     def __init__(self, layout: Layout, open_pool: Callable[[], RewardPool]):
         self.layout = layout
-        self.pool = open_pool() if layout.tensor_rank == 0 else None
+        self.pool = open_pool() if layout.leads_replica else None
         self.pending = []
 
     def submit(self, trajectory: Trajectory, requests: list[RolloutRequest]) -> None:
@@ -59,7 +59,7 @@ class Scorer:
             table[0] = torch.cat([result.values for result in results])
             table[1] = torch.cat([result.valid for result in results])
             table[2] = prompt_id
-        table = self.layout.gather_data_parallel(self.layout.broadcast_tensor_parallel(table))
+        table = self.layout.gather_data_parallel(self.layout.broadcast_in_replica(table))
         values, valid, prompt_id = table.unbind()
         if not valid.any():
             errors = [result.error for result in results if result.error]

@@ -12,7 +12,7 @@ from megatron_omni.config.schema import Config
 from megatron_omni.rollout.base import Trajectory
 from megatron_omni.sampling.guidance import Guidance
 from megatron_omni.sampling.sampler import Sampler
-from tests.toy import SIZE, ToyModel, embeddings, noise
+from tests.toy import SIZE, ToyModel, embeddings, noise, run_lane
 
 STEPS = 6
 SIGMAS = torch.cat([torch.linspace(1, 1 / STEPS, STEPS), torch.zeros(1)])
@@ -33,8 +33,7 @@ def build(**settings) -> FlowGrpo:
 def rollout(algorithm: FlowGrpo, model: ToyModel, iteration: int = 0) -> Trajectory:
     requests = algorithm.requests(iteration, [{"prompt": str(i)} for i in range(GROUPS)], first=0)
     sampler = Sampler(algorithm.rollout.sde_type, 0.7, SIGMAS, SIZE, Guidance())
-    path = sampler.sample(
-        model,
+    lane = sampler.sample(
         noise(len(requests)),
         [embeddings(GROUPS)[r.prompt_id] for r in requests],
         embeddings(1)[0],
@@ -42,6 +41,7 @@ def rollout(algorithm: FlowGrpo, model: ToyModel, iteration: int = 0) -> Traject
         [r.trained for r in requests],
         [r.seed for r in requests],
     )
+    path = run_lane(lane, model)
     return Trajectory(
         prompts=[r.prompt for r in requests],
         prompt_id=torch.tensor([r.prompt_id for r in requests]),

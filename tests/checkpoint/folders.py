@@ -1,7 +1,21 @@
-"""Comparing folders."""
+"""Hugging Face folders of Qwen-Image, and comparing folders."""
 
 import hashlib
 from pathlib import Path
+
+import torch
+
+from tests.models import builders
+from tests.models.pipeline_builder import tiny_pipeline_folder
+
+
+def qwen_image_folder(path: Path, dtype: torch.dtype, **options) -> Path:
+    """A tiny pipeline with a transformer of 4 layers and 4 heads; `options` are those of saving it."""
+    tiny_pipeline_folder(path)
+    for file in (path / "transformer").iterdir():
+        file.unlink()
+    builders.qwen_image(num_layers=4).to(dtype).save_pretrained(path / "transformer", **options)
+    return path
 
 
 def hashes(folder: Path) -> dict[str, str]:

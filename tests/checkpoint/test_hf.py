@@ -15,14 +15,14 @@ from tests.distributed import run_distributed
 def load_and_export(tensor_parallel: int, bf16: bool, jobs: list[tuple[Path, Path]]) -> None:
     model = toy.build(tensor_parallel, bf16)
     for source, target in jobs:
-        load_hf(model, toy.MAPPING, source / "transformer")
-        export_hf(model, toy.MAPPING, source, target)
+        load_hf([model], toy.MAPPING, source / "transformer")
+        export_hf([model], toy.MAPPING, source, target)
 
 
 def gathered(tensor_parallel: int, source: Path) -> dict[str, torch.Tensor]:
     model = toy.build(tensor_parallel)
-    load_hf(model, toy.MAPPING, source / "transformer")
-    return dict(hf_tensors(model, toy.MAPPING))
+    load_hf([model], toy.MAPPING, source / "transformer")
+    return dict(hf_tensors([model], toy.MAPPING))
 
 
 def errors_of(tensor_parallel: int, sources: list[Path]) -> list[str]:
@@ -31,7 +31,7 @@ def errors_of(tensor_parallel: int, sources: list[Path]) -> list[str]:
     messages = []
     for source in sources:
         with pytest.raises(Exception) as caught:
-            load_hf(model, toy.MAPPING, source / "transformer")
+            load_hf([model], toy.MAPPING, source / "transformer")
         messages.append(f"{caught.type.__name__}: {caught.value}")
     return messages
 
@@ -93,10 +93,10 @@ def test_changed_weights_are_exported(tmp_path):
 
 def export_over(first: Path, second: Path, target: Path) -> None:
     model = toy.build(2)
-    load_hf(model, toy.MAPPING, first / "transformer")
-    export_hf(model, toy.MAPPING, first, target)
-    load_hf(model, toy.MAPPING, second / "transformer")
-    export_hf(model, toy.MAPPING, first, target)
+    load_hf([model], toy.MAPPING, first / "transformer")
+    export_hf([model], toy.MAPPING, first, target)
+    load_hf([model], toy.MAPPING, second / "transformer")
+    export_hf([model], toy.MAPPING, first, target)
 
 
 def test_stale_copies_of_the_weights_are_not_exported(tmp_path):

@@ -1,18 +1,13 @@
 """A small Megatron module with a table of every kind, its Hugging Face folder, and a training run on it."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -21,8 +16,9 @@ from torch import Tensor, nn
 
 from megatron_omni.checkpoint import hf
 from megatron_omni.checkpoint.mapping import Kind, Row
-from megatron_omni.config.schema import Config, ParallelConfig
-from megatron_omni.parallel.state import initialize
+from megatron_omni.config.schema import Config
+from megatron_omni.parallel.stages import Stage
+from megatron_omni.parallel.state import Layout, initialize
 from megatron_omni.training.optimizer import Optimization, build_optimization
 
 HIDDEN, HEADS, GROUPS, LAYERS = 64, 8, 4, 2
@@ -65,31 +61,55 @@ class ToyLayer(MegatronModule):
 
 
 class ToyModel(MegatronModule):
-    def __init__(self, config: TransformerConfig):
+    """A pipeline stage of the model, with weights that do not depend on the layout."""
+
+    def __init__(self, config: TransformerConfig, stage: Stage):
         super().__init__(config)
-        self.embed = nn.Linear(3, HIDDEN, dtype=config.params_dtype)
-        self.layers = nn.ModuleList(ToyLayer(config) for _ in range(LAYERS))
+        self.model_type = ModelType.encoder_or_decoder
+        self.pre_process, self.post_process = stage.is_first, stage.is_last
+        self.share_embeddings_and_output_weights = False
+        self.input_tensor: Tensor | None = None
+        torch.manual_seed(config.num_layers)
+        embed = nn.Linear(3, HIDDEN, dtype=config.params_dtype)
+        layers = [ToyLayer(config) for _ in range(config.num_layers)]
+        self.embed = embed if stage.is_first else None
+        self.layers = nn.ModuleDict({str(i): layers[i] for i in stage.layers(config.num_layers)})
+
+    def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
+        (self.input_tensor,) = input_tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
+        x = self.embed(x) if self.embed else self.input_tensor
+        for layer in self.layers.values():
             x = layer(x)
         return x
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None):
-        embed = self.embed.state_dict(prefix="", keep_vars=True)
-        sharded = make_sharded_tensors_for_checkpoint(embed, f"{prefix}embed.", {}, sharded_offsets)
-        for number, layer in enumerate(self.layers):
+        sharded = {}
+        if self.embed:
+            embed = self.embed.state_dict(prefix="", keep_vars=True)
+            sharded |= make_sharded_tensors_for_checkpoint(embed, f"{prefix}embed.", {}, sharded_offsets)
+        for number, layer in self.layers.items():
             sharded |= layer.sharded_state_dict(f"{prefix}layers.{number}.", sharded_offsets, metadata)
         return sharded
 
 
 def build(tensor_parallel: int, bf16: bool = False, dropout: float = 0.0) -> ToyModel:
-    """Joins the processes and builds the model, with weights that do not depend on the layout."""
-    initialize(ParallelConfig(tensor_model_parallel_size=tensor_parallel), seed=0)
-    return ToyModel(
-        TransformerConfig(
-            num_layers=LAYERS,
+    """Joins the processes and builds the whole model."""
+    settings = config(tensor_parallel, bf16)
+    (model,) = build_chunks(settings, initialize(settings.parallel, seed=0), dropout)
+    return model
+
+
+def build_chunks(
+    settings: Config, layout: Layout, dropout: float = 0.0, layers: int = LAYERS
+) -> list[ToyModel]:
+    """This process's chunks of the model."""
+    bf16 = settings.model.bf16
+    chunks = []
+    for number, stage in enumerate(layout.stages):
+        transformer = TransformerConfig(
+            num_layers=layers,
             hidden_size=HIDDEN,
             num_attention_heads=HEADS,
             num_query_groups=GROUPS,
@@ -98,27 +118,22 @@ def build(tensor_parallel: int, bf16: bool = False, dropout: float = 0.0) -> Toy
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
             use_cpu_initialization=True,
             gradient_accumulation_fusion=False,
-            tensor_model_parallel_size=tensor_parallel,
+            tensor_model_parallel_size=layout.tensor_size,
+            pipeline_model_parallel_size=layout.pipeline_size,
+            virtual_pipeline_model_parallel_size=layout.chunks if layout.chunks > 1 else None,
+            pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
+            batch_p2p_comm=False,
         )
-    )
+        chunks.append(ToyModel(transformer, stage))
+        chunks[-1].vp_stage = number if layout.chunks > 1 else None
+    torch.manual_seed(0)
+    return chunks
 
 
-def build_training(config: Config, dropout: float = 0.0) -> Optimization:
-    model = build(config.parallel.tensor_model_parallel_size, config.model.bf16, dropout)
-    return build_optimization(config, model)
-
-
-def build_distributed_optimizer(config: Config) -> Optimization:
-    """As `build_training`, with the optimizer's state spread over data-parallel ranks."""
-    model = build(config.parallel.tensor_model_parallel_size, config.model.bf16)
-    plain = build_optimization(config, model)
-    model = DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-        model,
-    )
-    settings = replace(plain.optimizer.config, use_distributed_optimizer=True)
-    return Optimization(model, get_megatron_optimizer(settings, [model]), plain.scheduler)
+def build_training(config: Config, dropout: float = 0.0, layers: int = LAYERS) -> Optimization:
+    """Joins the processes and builds the model and its optimizer."""
+    layout = initialize(config.parallel, seed=0)
+    return build_optimization(config, build_chunks(config, layout, dropout, layers))
 
 
 def hf_tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
@@ -149,7 +164,8 @@ def hf_folder(path: Path, tensors: dict[str, Tensor], shards: int = 1) -> Path:
     return path
 
 
-def config(tensor_parallel: int = 1, bf16: bool = False, seed: int = 0) -> Config:
+def config(tensor_parallel: int = 1, bf16: bool = False, seed: int = 0, **flags) -> Config:
+    """`flags` are settings of any group."""
     settings = Config()
     settings.parallel.tensor_model_parallel_size = tensor_parallel
     settings.model.bf16 = bf16
@@ -159,26 +175,43 @@ def config(tensor_parallel: int = 1, bf16: bool = False, seed: int = 0) -> Confi
     settings.optimizer.lr_decay_style = "linear"
     settings.training.train_iters = 20
     settings.optimizer.weight_decay = 0.01
+    for name, value in flags.items():
+        group = next(each for each in vars(settings).values() if hasattr(each, name))
+        setattr(group, name, value)
     return settings
 
 
 def train(optimization: Optimization, iterations: range) -> list[float]:
     """Gradient norms. An iteration's batch does not depend on the layout; dropout uses the generators."""
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    norms = []
+    chunks, norms = optimization.chunks, []
     for iteration in iterations:
-        batch = torch.randn(4, 1, 3, generator=torch.Generator().manual_seed(iteration))[rank::size]
-        dtype = optimization.model.config.params_dtype
-        optimization.model.zero_grad_buffer()
+        batch = torch.randn(8, 1, 3, generator=torch.Generator().manual_seed(iteration))[rank::size]
+        batch = batch.to(chunks[0].module.config.params_dtype)
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
         optimization.optimizer.zero_grad()
-        optimization.model(batch.to(dtype)).float().square().mean().backward()
-        finalize_model_grads([optimization.model])
+        get_forward_backward_func()(
+            forward_step_func=lambda rows, chunk: (chunk(next(rows)[None]), _loss),
+            data_iterator=[iter(batch) for _ in chunks],
+            model=chunks,
+            num_microbatches=len(batch),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
         _, norm, _ = optimization.optimizer.step()
         optimization.scheduler.step(increment=1)
         norms.append(float(norm))
     return norms
 
 
+def _loss(output: Tensor) -> tuple[Tensor, dict]:
+    # Context-parallel ranks compute the same here, and Megatron expects each to have its tokens' part.
+    return output.float().square().mean() / parallel_state.get_context_parallel_world_size(), {}
+
+
 def weights(optimization: Optimization) -> dict[str, Tensor]:
     """The whole model."""
-    return dict(hf.hf_tensors(optimization.model.module, MAPPING))
+    optimization.gather_parameters()
+    return dict(hf.hf_tensors([chunk.module for chunk in optimization.chunks], MAPPING))

@@ -54,8 +54,22 @@ def test_no_arguments_give_one_line_on_what_is_missing():
         ({"rollout.timestep_fraction": 1.5}, "timestep_fraction"),
         ({"optimizer.lr": float("nan")}, "lr"),
         ({"optimizer.adam_beta2": 1.0}, "adam_beta2 must be at least 0 and less than 1"),
+        ({"model.recompute_method": "block"}, "recompute_method block needs recompute_granularity full"),
+        (
+            {"model.recompute_granularity": "selective", "model.recompute_num_layers": 2},
+            "recompute_num_layers 2 needs recompute_granularity full",
+        ),
         ({"parallel.sequence_parallel": True}, "sequence_parallel needs tensor_model_parallel_size above 1"),
-        ({"parallel.tensor_model_parallel_size": 3}, "3 does not divide the 4 processes"),
+        ({"parallel.tensor_model_parallel_size": 3}, "3 does not divide them"),
+        ({"parallel.pipeline_model_parallel_size": 2, "parallel.context_parallel_size": 4}, "= 8 does not"),
+        ({"parallel.num_virtual_stages_per_pipeline_rank": 2}, "pipeline_model_parallel_size above 1"),
+        ({"parallel.context_parallel_size": 4, "parallel.ulysses_degree_in_cp": 3}, "3 does not divide"),
+        ({"parallel.pipeline_model_parallel_size": 2, "model.batch_invariant": True}, "set micro_batch_size"),
+        ({"optimizer.overlap_param_gather": True}, "overlap_param_gather needs use_distributed_optimizer"),
+        ({"optimizer.optimizer_cpu_offload": True}, "optimizer_cpu_offload needs bf16"),
+        ({"optimizer.grad_reduce_in_bf16": True}, "grad_reduce_in_bf16 needs bf16"),
+        ({"optimizer.lr_warmup_iters": 100}, "lr_warmup_iters 100 must be less than lr_decay_iters, 100"),
+        ({"checkpoint.keep_last_checkpoints": -1}, "keep_last_checkpoints must not be negative"),
         ({"rollout.rollout_batch_size": 6}, "make it a multiple of 4"),
         ({"training.micro_batch_size": 3}, "each process draws 4 samples"),
         ({"algorithm.updates_per_iteration": 2}, r"micro_batch_size 4 × updates_per_iteration 2 = 8"),
@@ -90,22 +104,26 @@ def test_ranges_name_settings_that_exist():
 @given(
     world_size=st.integers(1, 8),
     tensor_parallel=st.integers(1, 4),
+    pipeline=st.integers(1, 2),
+    context=st.integers(1, 2),
     prompts=st.integers(1, 16),
     group=st.integers(1, 8),
     micro_batch=st.integers(1, 8),
     updates=st.integers(1, 4),
 )
 def test_whatever_passes_splits_evenly(
-    tmp_path_factory, world_size, tensor_parallel, prompts, group, micro_batch, updates
+    tmp_path_factory, world_size, tensor_parallel, pipeline, context, prompts, group, micro_batch, updates
 ):
     folder = tmp_path_factory.getbasetemp()
     (folder / "prompts.txt").touch()
     config = Config()
     config.model.model_path, config.data.train_data = str(folder), str(folder / "prompts.txt")
     config.parallel.tensor_model_parallel_size = tensor_parallel
+    config.parallel.pipeline_model_parallel_size = pipeline
+    config.parallel.context_parallel_size = context
     config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt = prompts, group
     config.training.micro_batch_size, config.algorithm.updates_per_iteration = micro_batch, updates
-    data_parallel = world_size / tensor_parallel
+    data_parallel = world_size / (tensor_parallel * pipeline * context)
     micro_batches = prompts / data_parallel * group / micro_batch / updates
     even = data_parallel.is_integer() and prompts % data_parallel == 0 and micro_batches.is_integer()
     try:

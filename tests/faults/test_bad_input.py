@@ -63,6 +63,11 @@ def test_a_model_folder_of_another_kind(model, tmp_path):
     [
         ({"tensor_model_parallel_size": 3}, 2, ["tensor_model_parallel_size 3", "2 processes"]),
         ({"tensor_model_parallel_size": 4}, 4, ["tensor_model_parallel_size", "2 attention heads"]),
+        ({"pipeline_model_parallel_size": 4}, 4, ["pipeline_model_parallel_size=4", "2 layers"]),
+        ({"context_parallel_size": 4}, 4, ["2 attention heads", "set ulysses_degree_in_cp=2"]),
+        ({"pipeline_model_parallel_size": 2, "batch_invariant": True}, 2, ["micro_batch_size 1"]),
+        ({"lora_rank": 2, "lora_target_modules": "to_quary"}, 1, ["to_quary", "to_q"]),
+        ({"lora_rank": 2, "lora_path": "/nowhere"}, 1, ["/nowhere"]),
         ({"sequence_parallel": True}, 1, ["sequence_parallel"]),
         ({"rollout_batch_size": 3}, 2, ["rollout_batch_size 3"]),
         ({"micro_batch_size": 3}, 1, ["micro_batch_size 3"]),

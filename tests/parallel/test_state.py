@@ -47,6 +47,14 @@ def test_tensor_parallel_ranks_are_neighbours_and_data_parallelism_takes_what_is
         (ParallelConfig(2), "tensor parallel 2 × data parallel 1"),
         (ParallelConfig(2, True), "tensor parallel 2 + sequence parallel × data parallel 1"),
         (ParallelConfig(1), "tensor parallel 1 × data parallel 2"),
+        (
+            ParallelConfig(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=3),
+            "tensor parallel 1 × pipeline 2 × 3 virtual stages × data parallel 1",
+        ),
+        (
+            ParallelConfig(context_parallel_size=2, ulysses_degree_in_cp=1),
+            "tensor parallel 1 × context 2 (Ulysses 1 × ring 2) × data parallel 1",
+        ),
     ],
 )
 def test_a_layout_describes_itself(config: ParallelConfig, description: str):
@@ -58,7 +66,7 @@ def communicate() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict, dict]
     layout = initialize(TP2, seed=0)
     mine = torch.tensor([[10.0, 20.0]]) + layout.rank
     before = mine.clone()
-    broadcast = layout.broadcast_tensor_parallel(mine)
+    broadcast = layout.broadcast_in_replica(mine)
     values = {"loss": float(layout.rank), "norm": -float(layout.rank)}
     reduced = [layout.reduce_data_parallel(values, op) for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)]
     return layout.gather_data_parallel(mine), broadcast, mine - before, *reduced

@@ -9,7 +9,7 @@ from megatron_omni.models.base import TextCondition
 from megatron_omni.sampling.guidance import Guidance
 from megatron_omni.sampling.sampler import SampledPath, Sampler
 from megatron_omni.sampling.step import stochastic_step
-from tests.toy import SIZE, ToyModel, embeddings, noise
+from tests.toy import SIZE, ToyModel, embeddings, noise, run_lane
 
 STEPS = 6
 SIGMAS = torch.cat([torch.linspace(1, 1 / STEPS, STEPS), torch.zeros(1)])
@@ -19,8 +19,7 @@ def draw(rows: list[int], windows=None, recorded=None, scale=1.0, kind="sde", ne
     windows = windows or [(0, 1, 3)] * 4
     recorded = recorded or windows
     sampler = Sampler(kind, 0.7, SIGMAS, SIZE, Guidance(scale))
-    return sampler.sample(
-        ToyModel(),
+    lane = sampler.sample(
         noise(4)[rows],
         [embeddings(4)[i] for i in rows],
         embeddings(1, negative_seed)[0],
@@ -28,6 +27,7 @@ def draw(rows: list[int], windows=None, recorded=None, scale=1.0, kind="sde", ne
         [recorded[i] for i in rows],
         [100 + i for i in rows],
     )
+    return run_lane(lane, ToyModel(), Guidance(scale))
 
 
 def test_without_stochastic_steps_it_is_diffusers_euler_sampler():
@@ -82,9 +82,8 @@ def test_log_probs_are_those_of_the_recorded_steps():
 def test_members_with_equal_noise_and_different_seeds_differ():
     sampler = Sampler("sde", 0.7, SIGMAS, SIZE, Guidance())
     same = noise(1).expand(2, -1, -1)
-    path = sampler.sample(
-        ToyModel(), same, embeddings(1) * 2, embeddings(1)[0], [(0,)] * 2, [(0,)] * 2, [1, 2]
-    )
+    lane = sampler.sample(same, embeddings(1) * 2, embeddings(1)[0], [(0,)] * 2, [(0,)] * 2, [1, 2])
+    path = run_lane(lane, ToyModel())
     assert not torch.equal(path.clean_latents[0], path.clean_latents[1])
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from diffusers import QwenImagePipeline
 from PIL import Image
 
@@ -42,6 +43,7 @@ def test_weights_move_and_every_metric_is_there(reference):
     for name in (
         "train/reward_mean train/reward_std train/loss train/grad_norm train/clip_fraction "
         "train/advantage_zero_fraction train/learning_rate reward/failed time/rollout time/reward_wait "
+        "memory/estimated_gib "
         "time/update time/weight_sync time/iteration throughput/samples_per_second memory/peak_gib "
         "eval/reward_mean eval/reward_sem"
     ).split():
@@ -86,8 +88,11 @@ def test_diffusers_opens_the_export_and_draws_what_the_evaluation_drew(reference
     [
         (2, {}),
         (2, {"tensor_model_parallel_size": 2}),
-        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
         (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        (2, {"pipeline_model_parallel_size": 2}),
+        (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}),
+        (2, {"context_parallel_size": 2}),
+        (4, {"context_parallel_size": 2, "ulysses_degree_in_cp": 1, "pipeline_model_parallel_size": 2}),
     ],
 )
 def test_every_layout_gives_the_run_of_one_process(reference, model, tmp_path, processes, flags):
@@ -126,6 +131,40 @@ def test_batch_invariant_rows_make_the_run_independent_of_the_micro_batch(model,
     assert runs[0][0] == runs[1][0]
     sampled = ("train/reward_mean", "train/reward_std", "consistency/log_prob_abs_diff_max")
     assert [runs[0][1][name] for name in sampled] == [runs[1][1][name] for name in sampled]
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [(1, {}), (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2})],
+)
+def test_adapters_train_resume_and_leave_the_model_alone(model, tmp_path, processes, flags):
+    lora = {"lora_rank": 2, "kl_coefficient": 0.1, "export_hf": True, "save_interval": 2} | flags
+    outcomes = launch(arguments(model, tmp_path / "whole", **lora), processes)
+    assert [outcome.status for outcome in outcomes] == [0] * processes, outcomes
+    rows = metrics(tmp_path / "whole")
+    assert rows[1]["consistency/log_prob_abs_diff_max"] == 0
+    assert rows[1]["train/kl"] == 0 < rows[-1]["train/kl"]  # the reference is the model without adapters
+
+    for iterations in (2, 3):
+        load = {"load": tmp_path / "parts/runs/run/checkpoints", "train_iters": iterations}
+        outcomes = launch(arguments(model, tmp_path / "parts", **(lora | load)), processes)
+        assert [outcome.status for outcome in outcomes] == [0] * processes, outcomes
+    assert reproducible(metrics(tmp_path / "parts")) == reproducible(rows)
+
+    folder = tmp_path / "whole/runs/run"
+    merged, adapted = (QwenImagePipeline.from_pretrained(path) for path in (folder / "hf", model))
+    adapted.load_lora_weights(folder / "adapter")
+    pictures = [draw(pipeline) for pipeline in (merged, adapted)]
+    assert np.abs(pictures[0] - pictures[1]).max() <= 1
+    adapted.unload_lora_weights()
+    assert np.abs(pictures[0] - draw(adapted)).max() > 1
+
+
+def draw(pipeline: QwenImagePipeline) -> np.ndarray:
+    pipeline.set_progress_bar_config(disable=True)
+    seeded = torch.Generator().manual_seed(0)
+    picture = pipeline('a sign that says "CAT"', height=32, width=48, num_inference_steps=4, generator=seeded)
+    return np.asarray(picture.images[0]).astype(int)
 
 
 def test_a_second_run_of_the_same_name_moves_the_first_aside(model, tmp_path):

@@ -89,7 +89,7 @@ def serve_engine(config: Config, connection: Connection) -> None:
     with closing(build_parts(config, layout)) as parts:
         optimization = parts.optimization
         checkpointer = Checkpointer(
-            optimization.model, optimization.optimizer, optimization.scheduler, config
+            optimization.chunks, optimization.optimizer, optimization.scheduler, config
         )
         train(BenchmarkedRun(config, layout, parts, checkpointer))
     state.destroy()

@@ -1,5 +1,8 @@
 """Joint attention of a text and an image stream."""
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
@@ -10,17 +13,58 @@ from megatron_omni.models.layers.joint_qkv import Stream, join_qkv
 from megatron_omni.models.layers.linear import Backend, column_parallel, row_parallel
 from megatron_omni.models.layers.norm import RMSNorm
 from megatron_omni.models.layers.sequence import pad_sequence
+from megatron_omni.parallel.context import ContextParallel
+from megatron_omni.parallel.te_attention import TEAttention, te_attention
+from megatron_omni.parallel.usp import usp_attention
+
+
+@dataclass(frozen=True)
+class JointTokens:
+    """The tokens of [text, image] that a layer works on. T text and N image tokens in all."""
+
+    rotary: tuple[Tensor, Tensor]
+    """Rotations [tokens, head_dim / 2] of this rank's text and image tokens, without padding."""
+    totals: tuple[int, int]
+    """(T, N), over all context-parallel ranks."""
+    key_mask: Tensor | None
+    """[B, T + N], true where a key may be seen, in the order of context-parallel ranks; None: everywhere."""
 
 
 class CoreAttention(MegatronModule):
-    """Scaled dot-product attention, not causal."""
+    """Scaled dot-product attention, not causal, over the tokens of all context-parallel ranks."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
-        """query [tokens, B, heads, head_dim], key and value the same with their own number of tokens.
+    def __init__(self, config: TransformerConfig, backend: Backend):
+        super().__init__(config)
+        self.context = ContextParallel.current()
+        self.te_attention: TEAttention | None = None
+        if self.context.size > 1 and backend.name == "transformer_engine":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.te_attention = te_attention(heads, config.kv_channels, config.params_dtype, self.context)
 
-        `key_mask` [B, keys] is true where a key may be seen; None means everywhere. Returns
-        [tokens, B, heads, head_dim].
+    @property
+    def kind(self) -> str:
+        """What it runs on, for the log."""
+        if self.context.size == 1:
+            return "scaled-dot-product attention"
+        return "Transformer Engine's context-parallel attention" if self.te_attention else "USP attention"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_mask: Tensor | None,
+        query_sizes: list[int],
+        key_sizes: list[int],
+    ) -> Tensor:
+        """This rank's query [tokens, B, heads, head_dim], key and value → [tokens, B, heads, head_dim].
+
+        `query_sizes` and `key_sizes`: tokens on each context-parallel rank.
         """
+        if self.te_attention and self.te_attention.takes(key_mask, query_sizes, key_sizes):
+            return self.te_attention(query, key, value)
+        if self.context.size > 1:
+            return usp_attention(query, key, value, key_mask, query_sizes, key_sizes, self.context)
         output = F.scaled_dot_product_attention(
             *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
             attn_mask=None if key_mask is None else key_mask[:, None, None],
@@ -62,24 +106,32 @@ class JointAttention(MegatronModule):
         self.text_output = text_output
         self.txt = StreamProjections(config, backend)
         self.img = StreamProjections(config, backend)
-        self.core_attention = CoreAttention(config)
+        self.core_attention = CoreAttention(config, backend)
 
-    def forward(
-        self, txt: Tensor, img: Tensor, rotary: tuple[Tensor, Tensor], key_mask: Tensor | None
-    ) -> tuple[Tensor | None, Tensor]:
-        """txt and img [tokens, B, hidden]; with sequence parallelism this rank's share of the padded tokens.
-
-        `rotary` are the rotations of the text and of the image tokens, without padding.
-        """
-        txt_tokens, img_tokens = (len(rotation) for rotation in rotary)
-        query, key, value = join_qkv((self.txt.input(txt, rotary[0]), self.img.input(img, rotary[1])))
+    def forward(self, txt: Tensor, img: Tensor, tokens: JointTokens) -> tuple[Tensor | None, Tensor]:
+        """txt and img [tokens, B, hidden]; with sequence parallelism a rank's share of the padded tokens."""
+        txt_tokens, img_tokens = (len(rotation) for rotation in tokens.rotary)
+        txt_sizes, img_sizes = (self.core_attention.context.sizes(total) for total in tokens.totals)
+        joint_sizes = [sum(sizes) for sizes in zip(txt_sizes, img_sizes, strict=True)]
+        query, key, value = join_qkv(
+            (self.txt.input(txt, tokens.rotary[0]), self.img.input(img, tokens.rotary[1]))
+        )
+        attend = partial(self.attend, key=key, value=value, key_mask=tokens.key_mask, key_sizes=joint_sizes)
         if not self.text_output:
-            return None, self.img.output(self.attend(query[txt_tokens:], key, value, key_mask))
-        output = self.attend(query, key, value, key_mask)
-        txt_output, img_output = output.split((txt_tokens, img_tokens))
+            return None, self.img.output(attend(query[txt_tokens:], query_sizes=img_sizes))
+        txt_output, img_output = attend(query, query_sizes=joint_sizes).split((txt_tokens, img_tokens))
         return self.txt.output(txt_output), self.img.output(img_output)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_mask: Tensor | None,
+        query_sizes: list[int],
+        key_sizes: list[int],
+    ) -> Tensor:
+        core_attention = partial(self.core_attention, query_sizes=query_sizes, key_sizes=key_sizes)
         if self.config.recompute_granularity == "selective" and self.training:
-            return tensor_parallel.checkpoint(self.core_attention, False, query, key, value, key_mask)
-        return self.core_attention(query, key, value, key_mask)
+            return tensor_parallel.checkpoint(core_attention, False, query, key, value, key_mask)
+        return core_attention(query, key, value, key_mask)

@@ -9,6 +9,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 
+def share_length(tokens: int, config: TransformerConfig) -> int:
+    """How many of `tokens` one rank has between `scatter_sequence` and `gather_sequence`, with padding."""
+    return -(-tokens // config.tensor_model_parallel_size) if config.sequence_parallel else tokens
+
+
 def pad_sequence(x: Tensor, config: TransformerConfig) -> Tensor:
     """x [tokens, B, channels] with zero tokens at the end, so that ranks have equal shares."""
     padding = -len(x) % config.tensor_model_parallel_size if config.sequence_parallel else 0

@@ -62,16 +62,40 @@ class QwenImageConfig:
         return QwenImageConfig(**sizes)
 
 
+def check_layout(qwen: QwenImageConfig, parallel: ParallelConfig) -> None:
+    """Raise `UserError` if the processes cannot share the model's heads and layers."""
+    heads, tp = qwen.num_attention_heads, parallel.tensor_model_parallel_size
+    if heads % tp:
+        raise UserError(
+            f"tensor_model_parallel_size={tp} does not divide the model's {heads} attention heads: "
+            "choose a divisor."
+        )
+    cp = parallel.context_parallel_size
+    ulysses = parallel.ulysses_degree_in_cp or cp
+    if heads // tp % ulysses:
+        fitting = max(d for d in range(1, cp + 1) if cp % d == 0 and heads // tp % d == 0)
+        raise UserError(
+            f"Ulysses of degree {ulysses} cannot share the {heads // tp} attention heads of a process "
+            f"(tensor_model_parallel_size={tp} of {heads}): set ulysses_degree_in_cp={fitting}, and a ring "
+            f"of {cp // fitting} does the rest of context_parallel_size={cp}."
+        )
+    stages = parallel.pipeline_model_parallel_size * parallel.num_virtual_stages_per_pipeline_rank
+    if stages > qwen.num_layers:
+        raise UserError(
+            f"pipeline_model_parallel_size={parallel.pipeline_model_parallel_size} × "
+            f"num_virtual_stages_per_pipeline_rank={parallel.num_virtual_stages_per_pipeline_rank} makes "
+            f"{stages} stages of the model's {qwen.num_layers} layers: each needs at least one."
+        )
+
+
 def transformer_config(
     qwen: QwenImageConfig, model_config: ModelConfig, parallel_config: ParallelConfig
 ) -> TransformerConfig:
-    """Megatron's configuration of the layers. Raises `UserError` if ranks cannot share the heads equally."""
+    """Megatron's configuration of the layers. Raises `UserError` for a layout that does not fit the model."""
+    check_layout(qwen, parallel_config)
     tp = parallel_config.tensor_model_parallel_size
-    if qwen.num_attention_heads % tp:
-        raise UserError(
-            f"tensor_model_parallel_size={tp} does not divide the model's {qwen.num_attention_heads} "
-            "attention heads: choose a divisor."
-        )
+    chunks = parallel_config.num_virtual_stages_per_pipeline_rank
+    dtype = torch.bfloat16 if model_config.bf16 else torch.float32
     full_recompute = model_config.recompute_granularity == "full"
     return TransformerConfig(
         num_layers=qwen.num_layers,
@@ -85,7 +109,7 @@ def transformer_config(
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bf16=model_config.bf16,
-        params_dtype=torch.bfloat16 if model_config.bf16 else torch.float32,
+        params_dtype=dtype,
         init_method=nn.init.xavier_uniform_,
         output_layer_init_method=nn.init.xavier_uniform_,
         # Drawn whole from the CPU generator, so that the weights do not depend on the layout.
@@ -94,7 +118,15 @@ def transformer_config(
         cuda_graph_scope=[],  # Megatron's default warns of itself
         tensor_model_parallel_size=tp,
         sequence_parallel=parallel_config.sequence_parallel and tp > 1,
+        context_parallel_size=parallel_config.context_parallel_size,
+        pipeline_model_parallel_size=parallel_config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_dtype=dtype,
+        # Batched exchange between two interleaved stages is silently wrong.
+        batch_p2p_comm=chunks == 1,
+        overlap_p2p_comm=chunks > 1,
+        moe_token_dispatcher_type="alltoall",  # the default forbids variable_seq_lengths
         recompute_granularity=model_config.recompute_granularity,
-        recompute_method="uniform" if full_recompute else None,
+        recompute_method=model_config.recompute_method if full_recompute else None,
         recompute_num_layers=model_config.recompute_num_layers if full_recompute else None,
     )

@@ -58,6 +58,7 @@ class QwenImagePipeline:
         )
         self.codec.requires_grad_(False)
         self.latent_channels = 4 * self.codec.channels
+        self.networks = (self.text_encoder, self.codec)
 
     @torch.no_grad()
     def encode_prompts(self, prompts: Sequence[str]) -> list[Tensor]:

@@ -1,10 +1,13 @@
 """Rollout in place: the training weights sample, forward only."""
 
+from collections.abc import Iterable, Iterator
+
 import torch
 
 from megatron_omni.cache import BatchCache
 from megatron_omni.config.schema import Config
-from megatron_omni.models.base import DiffusionModel, Pipeline
+from megatron_omni.models.base import Pipeline
+from megatron_omni.parallel.pipeline import ForwardPipeline, Lane
 from megatron_omni.rollout.base import MicroBatchEngine, RolloutRequest, Trajectory
 from megatron_omni.sampling.guidance import Guidance
 from megatron_omni.sampling.sampler import Sampler
@@ -21,15 +24,15 @@ class MegatronEngine(MicroBatchEngine):
     def __init__(
         self,
         config: Config,
-        model: DiffusionModel,
+        policy: ForwardPipeline,
         pipeline: Pipeline,
         embeddings: BatchCache,
         device: torch.device,
     ):
-        """`embeddings` gives each prompt's embedding [T, D]; `model` is the module inside Megatron's DDP."""
+        """`embeddings` gives each prompt's embedding [T, D]; `policy` runs the modules inside the DDP."""
         super().__init__(config.training.micro_batch_size)
         rollout = config.rollout
-        self.model = model
+        self.policy = policy
         self.pipeline = pipeline
         self.embeddings = embeddings
         self.device = device
@@ -43,12 +46,14 @@ class MegatronEngine(MicroBatchEngine):
             guidance=Guidance(rollout.true_cfg_scale, config.model.batch_invariant),
         )
 
-    def draw(self, requests: list[RolloutRequest]) -> Trajectory:
+    def draw(self, micro_batches: Iterable[list[RolloutRequest]]) -> Iterator[Trajectory]:
+        return self.policy.run(map(self._lane, micro_batches))
+
+    def _lane(self, requests: list[RolloutRequest]) -> Lane[Trajectory]:
         prompts = [request.prompt for request in requests]
         *embeddings, negative = self.embeddings([*prompts, self.negative_prompt])
         noise = [self.pipeline.initial_noise(generator(r.seed, "initial"), self.size) for r in requests]
-        path = self.sampler.sample(
-            self.model,
+        path = yield from self.sampler.sample(
             torch.stack(noise).to(self.device),
             embeddings,
             negative,
