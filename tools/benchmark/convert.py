@@ -4,6 +4,8 @@ Makes a folder of 4 GB of random bfloat16 weights, in layers of the published wi
 converts it to Megatron checkpoints and back with `tools/checkpoint/convert.py`. All that is written counts
 until it is on the disk. Prints the peak of resident memory as a share of the weights, and times as a ratio to
 that of `cp`; what came back is compared to the byte: `python tools/benchmark/convert.py --folder /data`.
+
+The first row of the tool is a dry run: the time to start and to examine the source, whatever the size.
 """
 
 import argparse
@@ -64,9 +66,12 @@ def make_folder(folder: Path, sizes: dict) -> int:
     return files.total_bytes
 
 
-def cost(command: list[str | Path]) -> Cost:
-    """Of running a command until all it wrote is on the disk."""
+def cost(command: list[str | Path], work: Path) -> Cost:
+    """Of running a command until all it wrote is on the disk. What it reads comes from the disk, too."""
     os.sync()
+    for path in (path for path in work.rglob("*") if path.is_file()):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
@@ -113,7 +118,7 @@ def main() -> None:
             costs = []
             for _ in range(args.repetitions):
                 shutil.rmtree(work / "result", ignore_errors=True)
-                costs.append(cost(make(work / "result")))
+                costs.append(cost(make(work / "result"), work))
             seconds = statistics.median(each.seconds for each in costs)
             peak = max(each.peak_bytes for each in costs) / size
             print(
@@ -121,7 +126,14 @@ def main() -> None:
             )
             return seconds
 
-        copying = measure("cp", lambda target: ["cp", "-r", work / "hf", target], None)
+        def copy(target: Path) -> list[str | Path]:
+            return ["cp", "-r", work / "hf", target]
+
+        measure("cp, once before", copy, None)
+        copying = measure("cp", copy, None)
+        measure(
+            "dry run", lambda target: [*convert("hf-to-megatron", work / "hf", target), "--dry-run"], copying
+        )
         for layout in LAYOUTS:
             title = f"TP {layout[0]} × PP {layout[1]}"
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_omni.algorithms.base import TrainingBatch
 from megatron_omni.algorithms.flow_grpo import FlowGrpo
+from megatron_omni.cache import BatchCache
 from megatron_omni.config.schema import Config
 from megatron_omni.models.base import ImageSize
 from megatron_omni.models.layers.linear import backend
@@ -68,15 +69,15 @@ class Workload:
             )
         return batches
 
-    def embeddings(self, device: torch.device):
-        """Prompts, which are numbers of tokens, to their embeddings, as `Pipeline.encode_prompts` does."""
+    def embeddings(self, device: torch.device) -> BatchCache:
+        """Stands for the text encoder: prompts are their numbers of tokens."""
 
         def encode(prompts: Sequence[str]) -> list[Tensor]:
             random = torch.Generator().manual_seed(0)
             width = self.qwen.joint_attention_dim
             return [torch.randn(int(prompt), width, generator=random).to(device) for prompt in prompts]
 
-        return encode
+        return BatchCache(encode, 64)
 
 
 def build_chunks(qwen: QwenImageConfig, config: Config, layout: Layout) -> list[QwenImageModel]:
