@@ -19,14 +19,12 @@ def train(run) -> None:
         requests = run.algorithm.requests(iteration, *run.next_prompts(iteration))
         with run.phase("rollout"):
             trajectory = run.draw(requests)
-        with run.phase("reward_wait"):
-            rewards = run.rewards(trajectory)
-        with run.phase("update"):
-            advantages = run.algorithm.advantages(rewards.values, rewards.valid, rewards.prompt_id)
-            updates = run.update(trajectory, advantages, iteration)
+        for samples, advantages in run.scored(trajectory):
+            with run.phase("update"):
+                run.update(samples, advantages, iteration)
         with run.phase("weight_sync"):
             run.engine.update_weights(version=iteration + 1)
-        run.finish_iteration(iteration + 1, trajectory, rewards, advantages, updates)
+        run.finish_iteration(iteration + 1, trajectory)
     run.finish()
 
 

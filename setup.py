@@ -21,8 +21,12 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_omni", "megatron_omni.*"]),
-    package_data={"megatron_omni.training": ["templates/*"]},
+    package_data={"megatron_omni.training": ["templates/*"], "megatron_omni.rewards": ["templates/*"]},
     py_modules=["pretrain_rl"],
     install_requires=requirements("requirements.txt"),
     extras_require={"dev": requirements("requirements-dev.txt")},
+    entry_points={
+        "vllm_omni.platform_plugins": ["megatron_omni_cpu = megatron_omni.rollout.vllm_omni.cpu:platform"],
+        "vllm_omni.general_plugins": ["megatron_omni_cpu = megatron_omni.rollout.vllm_omni.cpu:prepare"],
+    },
 )

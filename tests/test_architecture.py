@@ -17,7 +17,7 @@ FLOORS = [
     {"algorithms", "rollout", "rewards", "data"},
     {"models", "sampling", "checkpoint"},
     {"parallel", "platforms", "config"},
-    {"errors", "registry", "cache"},
+    {"errors", "registry", "cache", "wire"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 

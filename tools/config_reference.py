@@ -1,9 +1,10 @@
 """Write docs/configuration.md, the reference of every setting, from the dataclasses."""
 
-from dataclasses import Field, fields
+import json
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Literal, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 import docstring_parser
 
@@ -72,6 +73,10 @@ def _type(annotation: object) -> str:
     if get_origin(annotation) is Literal:
         *most, last = (f"`{choice}`" for choice in get_args(annotation))
         return f"{', '.join(most)} or {last}"
+    if get_origin(annotation) is Annotated:
+        return _type(get_args(annotation)[0])
+    if get_origin(annotation) is dict:
+        return " → ".join(_type(item) for item in get_args(annotation))
     if get_origin(annotation) is tuple:
         return ", ".join(_type(item) for item in get_args(annotation))
     if annotation is Ellipsis:
@@ -82,6 +87,8 @@ def _type(annotation: object) -> str:
 def _default(setting: Field) -> str:
     if setting.default is None:
         return "none"
+    if setting.default is MISSING:
+        return f"`{json.dumps(setting.default_factory())}`"
     if isinstance(setting.default, tuple):
         return f"`{' '.join(setting.default)}`"
     return f'`"{setting.default}"`' if setting.default in ("", " ") else f"`{setting.default}`"

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_omni.rewards.combination import GlobalRewards
 from megatron_omni.rollout.base import RolloutRequest, Trajectory
 
 
@@ -66,6 +67,8 @@ class Algorithm(Protocol):
 
     uses_rewards: bool
     """Whether training samples are scored."""
+    needs_all_rewards: bool
+    """Whether a sample's advantage depends on other groups' rewards."""
     needs_reference: bool
     """Whether micro-batches need the velocity of the frozen initial weights."""
 
@@ -73,14 +76,14 @@ class Algorithm(Protocol):
         """Group by group. `rows` are this process's prompts: number `first` and on of the iteration."""
         ...
 
-    def advantages(self, rewards: Tensor, valid: Tensor, prompt_id: Tensor) -> Advantages:
-        """Of the whole batch over all processes, [B] each."""
+    def advantages(self, rewards: GlobalRewards) -> Advantages:
+        """Of these samples, whole groups of all processes."""
         ...
 
     def micro_batches(
         self, trajectory: Trajectory, advantages: Advantages, size: int, iteration: int
-    ) -> list[list[TrainingBatch]]:
-        """For each update of the iteration its micro-batches, cut every `size` samples as sampling did."""
+    ) -> list[TrainingBatch]:
+        """Of one optimizer step on these samples, cut every `size` samples as sampling did."""
         ...
 
     def loss(self, batch: TrainingBatch, velocity: Tensor) -> Loss:
@@ -88,11 +91,9 @@ class Algorithm(Protocol):
         ...
 
 
-def cut(count: int, size: int, updates: int) -> list[list[slice]]:
-    """Slices of `size` samples, in `updates` equal lists."""
-    slices = [slice(start, start + size) for start in range(0, count, size)]
-    share = len(slices) // updates
-    return [slices[u * share : (u + 1) * share] for u in range(updates)]
+def cut(count: int, size: int) -> list[slice]:
+    """Slices of `size` samples."""
+    return [slice(start, start + size) for start in range(0, count, size)]
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from megatron_omni.algorithms.advantages import group_advantages
 from megatron_omni.algorithms.base import Advantages, Loss, TrainingBatch, cut, weighted_mean
 from megatron_omni.algorithms.losses import clipped_policy_loss, gaussian_kl
 from megatron_omni.config.schema import Config
+from megatron_omni.rewards.combination import GlobalRewards
 from megatron_omni.rollout.base import RolloutRequest, Trajectory
 from megatron_omni.sampling.seeds import derive_seed
 from megatron_omni.sampling.step import Step, stochastic_step
@@ -23,9 +24,11 @@ class FlowGrpo:
     def __init__(self, config: Config, sigmas: Tensor):
         """sigmas: [steps + 1], the sampler's table."""
         self.config = config.algorithm
+        self.combination = config.reward.reward_combination
         self.rollout = config.rollout
         self.seed = config.training.seed
         self.sigma_max = sigmas[1].item()
+        self.needs_all_rewards = self.config.global_std
         self.needs_reference = self.config.kl_coefficient > 0
 
     def requests(self, iteration: int, rows: list[dict[str, Any]], first: int) -> list[RolloutRequest]:
@@ -39,23 +42,24 @@ class FlowGrpo:
                 random,
             )
             trained = draw_trained(window, self.rollout.timestep_fraction, random)
+            shared = derive_seed(self.seed, "group", iteration, prompt_id)
+            noise_seed = shared if self.rollout.share_initial_noise else None
             for member in range(self.rollout.n_samples_per_prompt):
                 seed = derive_seed(self.seed, "sample", iteration, prompt_id, member)
-                requests.append(RolloutRequest(prompt_id, metadata, seed, window, trained))
+                requests.append(RolloutRequest(prompt_id, metadata, seed, window, trained, noise_seed))
         return requests
 
-    def advantages(self, rewards: Tensor, valid: Tensor, prompt_id: Tensor) -> Advantages:
+    def advantages(self, rewards: GlobalRewards) -> Advantages:
         return group_advantages(
             rewards,
-            valid,
-            prompt_id,
+            self.combination,
             global_std=self.config.global_std,
             clip_max=self.config.adv_clip_max,
         )
 
     def micro_batches(
         self, trajectory: Trajectory, advantages: Advantages, size: int, iteration: int
-    ) -> list[list[TrainingBatch]]:
+    ) -> list[TrainingBatch]:
         def batch(rows: slice, slot: int) -> TrainingBatch:
             return TrainingBatch(
                 prompts=trajectory.prompts[rows],
@@ -69,10 +73,7 @@ class FlowGrpo:
             )
 
         slots = range(trajectory.sigmas.shape[1])
-        return [
-            [batch(rows, slot) for rows in share for slot in slots]
-            for share in cut(len(trajectory), size, self.config.updates_per_iteration)
-        ]
+        return [batch(rows, slot) for rows in cut(len(trajectory), size) for slot in slots]
 
     def loss(self, batch: TrainingBatch, velocity: Tensor) -> Loss:
         step = self._replay(batch, velocity)

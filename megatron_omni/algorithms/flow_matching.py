@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_omni.algorithms.base import Advantages, Loss, TrainingBatch, cut, weighted_mean
 from megatron_omni.config.schema import Config
+from megatron_omni.rewards.combination import GlobalRewards
 from megatron_omni.rollout.base import RolloutRequest, Trajectory
 from megatron_omni.sampling.seeds import derive_seed, generator
 
@@ -15,10 +16,10 @@ class FlowMatching:
     """Mean squared error of the velocity at logit-normal times (arXiv 2403.03206, section 3.1)."""
 
     uses_rewards = False
+    needs_all_rewards = False
     needs_reference = False
 
     def __init__(self, config: Config, sigmas: Tensor):
-        self.updates = config.algorithm.updates_per_iteration
         self.copies = config.rollout.n_samples_per_prompt
         self.seed = config.training.seed
 
@@ -29,12 +30,13 @@ class FlowMatching:
             for copy in range(self.copies)
         ]
 
-    def advantages(self, rewards: Tensor, valid: Tensor, prompt_id: Tensor) -> Advantages:
-        return Advantages(torch.ones_like(rewards), torch.ones_like(rewards), 0.0)
+    def advantages(self, rewards: GlobalRewards) -> Advantages:
+        ones = torch.ones(len(rewards.prompt_id))
+        return Advantages(ones, ones, 0.0)
 
     def micro_batches(
         self, trajectory: Trajectory, advantages: Advantages, size: int, iteration: int
-    ) -> list[list[TrainingBatch]]:
+    ) -> list[TrainingBatch]:
         def batch(rows: slice) -> TrainingBatch:
             clean = trajectory.clean_latents[rows]
             noise, sigma = [], []
@@ -52,7 +54,7 @@ class FlowMatching:
                 target=noise - clean,
             )
 
-        return [[batch(rows) for rows in share] for share in cut(len(trajectory), size, self.updates)]
+        return [batch(rows) for rows in cut(len(trajectory), size)]
 
     def loss(self, batch: TrainingBatch, velocity: Tensor) -> Loss:
         error = ((velocity - batch.target) ** 2).flatten(1).mean(1)

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megatron_omni.checkpoint.collective import together
-from megatron_omni.checkpoint.hf import hf_tensors, model_heads, own_parameters, whole_model
-from megatron_omni.checkpoint.mapping import Row, match
+from megatron_omni.checkpoint.hf import hf_tensors, own_parameters, whole_model
+from megatron_omni.checkpoint.mapping import Row, match, model_heads
 from megatron_omni.checkpoint.replace import replacing
 from megatron_omni.checkpoint.safetensors_header import NAMES, Header
 from megatron_omni.config.schema import LoraConfig

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_omni.checkpoint.collective import on_rank_0, together
@@ -178,7 +179,7 @@ class Checkpointer:
             return None
         source = folder / name
         if name == RELEASE:
-            on_rank_0(lambda: self._check_release(source))
+            on_rank_0(lambda: self._check_start(source))
             self._load_weights(source)
             return Resumed(name, 0, {}, same_layout=False)
         record = on_rank_0(lambda: self._read_record(source))
@@ -200,26 +201,24 @@ class Checkpointer:
         if random:
             set_random_states(random)
 
-    def _check_release(self, source: Path) -> None:
+    def _check_start(self, source: Path) -> None:
+        """Whether a run with these settings can start from a `release` checkpoint."""
         if self.config.lora.lora_rank:
             raise UserError(
                 f"{source} holds the weights of a whole model, and this run trains adapters (lora_rank is "
                 f"{self.config.lora.lora_rank}): convert it to a Hugging Face folder for model_path."
             )
-        with _explaining_damage(source):
-            record = json.loads((source / RECORD).read_text())
-            model, files = record["model"], record["files"]
-        _check_files(source, files)
-        if model != self.config.model.model:
+        if self.config.algorithm.kl_coefficient and not self.config.algorithm.ref_load:
             raise UserError(
-                f"checkpoint {source} is of model {model!r}, and this run's is {self.config.model.model!r}"
+                f"the run starts from {source}, but its KL penalty (kl_coefficient is "
+                f"{self.config.algorithm.kl_coefficient:g}) would compare with the weights in model_path: "
+                f"add --ref-load {source.parent}"
             )
+        _check_release(source, self.config.model.model)
 
     def _load_weights(self, source: Path) -> None:
-        weights = self._weights()
+        _read_model(self._weights(), source)
         with _explaining_damage(source):
-            _check_model(weights, source)
-            read_shards(weights, source)
             self.optimizer.reload_model_params()
             # Once more into the masters: the stored weights may be more exact than the model's.
             read_shards(master_shards(self.chunks, self.optimizer), source)
@@ -256,6 +255,36 @@ class Checkpointer:
         _check_files(source, record.files)
         check_config(from_yaml(config, str(source / CONFIG)), self.config)
         return record
+
+
+def load_release(chunks: Sequence[nn.Module], folder: Path, model: str) -> None:
+    """Fill the chunks of a model of family `model` from the `release` checkpoint in `folder`. Collective.
+
+    Raises `UserError` on every rank if there is none, or it is damaged or of another model.
+    """
+    source = folder / RELEASE
+    with together():
+        if not source.is_dir():
+            raise UserError(
+                f"{folder} holds no {RELEASE}/: make it with tools/checkpoint/convert.py hf-to-megatron"
+            )
+    on_rank_0(lambda: _check_release(source, model))
+    _read_model(model_shards(chunks), source)
+
+
+def _check_release(source: Path, model: str) -> None:
+    with _explaining_damage(source):
+        record = json.loads((source / RECORD).read_text())
+        stored, files = record["model"], record["files"]
+    _check_files(source, files)
+    if stored != model:
+        raise UserError(f"checkpoint {source} is of model {stored!r}, and this run's is {model!r}")
+
+
+def _read_model(weights: dict[str, Shards], source: Path) -> None:
+    with _explaining_damage(source):
+        _check_model(weights, source)
+        read_shards(weights, source)
 
 
 def _layout(config: Config) -> dict[str, int | bool]:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from megatron_omni.checkpoint.collective import together
 from megatron_omni.checkpoint.hf_folder import check_target, check_weights, hf_shapes, write_folder
-from megatron_omni.checkpoint.mapping import ADAPTER_SUFFIX, Entry, Heads, Row, match
+from megatron_omni.checkpoint.mapping import ADAPTER_SUFFIX, Entry, Row, match, model_heads
 from megatron_omni.checkpoint.safetensors_folder import SafetensorsFolder
+from megatron_omni.models.layers.lora import adapters, merged_weight
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,19 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole model's tensors, in the parameters' dtype, under their Hugging Face names. Collective.
 
-    Every rank gets them, on its device: the model's without its adapters, or, with the adapters' table and
-    `of_adapters`, theirs alone. One parameter at a time travels: the stage that holds it sends each share to
-    the same tensor-parallel rank of the other stages, then the tensor-parallel ranks gather. So all ranks
-    must take all tensors.
+    Every rank gets them, on its device: the model's with its adapters merged into it, or, with the adapters'
+    table and `of_adapters`, theirs alone. One parameter at a time travels: the stage that holds it sends each
+    share to the same tensor-parallel rank of the other stages, then the tensor-parallel ranks gather. So all
+    ranks must take all tensors.
     """
     own, whole = own_parameters(chunks, of_adapters), whole_model(chunks, of_adapters)
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     device = next(iter(own.values())).device
+    adapter_of = {id(linear.weight): adapter for chunk in chunks for linear, adapter in adapters(chunk)}
     for entry in match(mapping, whole, model_heads(chunks)):
-        shard = own[entry.megatron].detach() if entry.megatron in own else None
+        shard = own.get(entry.megatron)
+        if id(shard) in adapter_of:
+            shard = merged_weight(shard, adapter_of[id(shard)])
         if stages > 1:
             shard = _from_stage(shard, whole[entry.megatron], device)
         yield from zip(entry.hf, entry.to_hf(_gather(shard, entry.dim)), strict=True)
@@ -124,11 +128,6 @@ def whole_model(chunks: Sequence[nn.Module], of_adapters: bool = False) -> dict[
     if len(stages) > 1:
         dist.all_gather_object(stages, own, group=parallel_state.get_pipeline_model_parallel_group())
     return {name: parameter for each in stages for name, parameter in each.items()}
-
-
-def model_heads(chunks: Sequence[nn.Module]) -> Heads:
-    config = chunks[0].config
-    return Heads(config.num_attention_heads, config.num_query_groups)
 
 
 def _hf_shapes(entries: Sequence[Entry], whole: dict[str, WholeParameter]) -> dict[str, tuple[int, ...]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_omni.errors import UserError
 
@@ -103,6 +103,11 @@ class Entry:
         queries = self.heads.queries // self.heads.groups
         head = rows // (self.heads.groups * (queries + 2))
         return [queries * head, head, head]
+
+
+def model_heads(chunks: Sequence[nn.Module]) -> Heads:
+    config = chunks[0].config
+    return Heads(config.num_attention_heads, config.num_query_groups)
 
 
 def match(mapping: Iterable[Row], names: Iterable[str], heads: Heads) -> list[Entry]:

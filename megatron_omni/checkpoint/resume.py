@@ -15,9 +15,15 @@ MAY_CHANGE = frozenset(
         "optimizer.overlap_grad_reduce",
         "optimizer.overlap_param_gather",
         "optimizer.optimizer_cpu_offload",
+        "vllm_omni.*",
         "reward.eval_reward",
         "reward.reward_workers",
         "reward.reward_timeout",
+        "judge.judge_urls",
+        "judge.judge_concurrency",
+        "judge.judge_timeout",
+        "judge.judge_retries",
+        "http.*",
         "data.eval_data",
         "training.train_iters",
         "training.eval_interval",
@@ -26,7 +32,8 @@ MAY_CHANGE = frozenset(
         "logging.*",
     }
 )
-"""The layout, the optimizer's included; what is logged and saved; evaluation; how long the run goes on."""
+"""The layout, the optimizer's included; where samples are drawn and scored; what is logged and saved;
+evaluation; how long the run goes on."""
 
 
 def check_config(saved: Config, current: Config) -> None:

@@ -4,17 +4,45 @@ import argparse
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from megatron_omni.config.io import from_yaml
-from megatron_omni.config.schema import Config
+from megatron_omni.config.schema import Config, RewardWeights
 from megatron_omni.errors import UserError
 
 _DESCRIPTION = """Post-train an image model with reinforcement learning.
 
 Settings come from a YAML file, grouped as below; flags override it. torchrun starts several processes."""
+
+
+_REGISTRY = ConstructorRegistry()
+
+
+@_REGISTRY.primitive_rule
+def _reward_weights(type_info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """`--reward ocr`, or `--reward ocr=0.7 judge_score=0.3`."""
+    if type_info.type != get_args(RewardWeights)[0]:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="NAME[=WEIGHT] ...",
+        instance_from_str=_names_and_weights,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda weights: [f"{name}={weight:g}" for name, weight in weights.items()],
+    )
+
+
+def _names_and_weights(words: list[str]) -> dict[str, float]:
+    weights = {}
+    for word in words:
+        name, equals, weight = word.partition("=")
+        if name in weights:
+            raise ValueError(f"{name} is given twice")
+        weights[name] = float(weight) if equals else 1.0
+    return weights
 
 
 @dataclass
@@ -40,6 +68,7 @@ def parse_config(arguments: list[str]) -> Config:
         default=_CommandLine(path, load_config(Path(path)) if path else Config()),
         description=_DESCRIPTION,
         config=(tyro.conf.OmitArgPrefixes,),
+        registry=_REGISTRY,
         console_outputs=os.environ.get("RANK", "0") == "0",
     )
     return command_line.settings

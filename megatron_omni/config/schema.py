@@ -1,7 +1,17 @@
 """Every setting of a run. The flags, their help and the reference page are made from here."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+
+def _weights(value: Any) -> Any:
+    return {value: 1.0} if isinstance(value, str) else value
+
+
+RewardWeights = Annotated[dict[str, float], BeforeValidator(_weights)]
+"""Names and weights; in a file a lone name stands for itself with weight 1."""
 
 
 @dataclass
@@ -60,6 +70,8 @@ class AlgorithmConfig:
     """Divide advantages by the standard deviation of the whole batch instead of the group's."""
     kl_coefficient: float = 0.0
     """Weight β of the KL penalty to the initial weights; 0 keeps no reference copy."""
+    ref_load: str = ""
+    """Folder of a `release` checkpoint with the reference weights of that penalty; else model_path's."""
     offload_reference: bool = False
     """Keep that copy in host memory while it is not used. With LoRA there is no copy."""
     updates_per_iteration: int = 1
@@ -96,20 +108,82 @@ class RolloutConfig:
     """First and last-plus-one step a window may cover; by default all steps but the last."""
     timestep_fraction: float = 1.0
     """Random share of a group's stochastic steps that is trained."""
+    share_initial_noise: bool = False
+    """All samples of a group start from the same noise."""
+
+
+@dataclass
+class VllmOmniConfig:
+    """The rollout engine vllm_omni: engines in processes of their own, to which weights are sent."""
+
+    rollout_urls: tuple[str, ...] = ()
+    """Engines that run already, a multiple of the data-parallel size; else each replica starts one."""
+    rollout_python: str = ".venv-rollout/bin/python"
+    """Python of the environment that vLLM-Omni is installed in, for engines that the run starts."""
+    rollout_tensor_parallel_size: int = 1
+    """Workers of each engine."""
+    rollout_max_num_seqs: int = 8
+    """Samples that an engine draws together, step by step."""
+    rollout_timeout: float = 600.0
+    """Seconds without an answer after which an engine counts as hung; also the time it has to start."""
+    rollout_restarts: int = 3
+    """Times that an engine may be lost without having drawn anything in between, before the run gives up."""
+    weight_transfer: Literal["shared_memory", "process_group", "folder"] = "shared_memory"
+    """How weights reach the engine: shared_memory on one host, process_group or folder between hosts."""
+    weight_transfer_bucket_mib: int = 512
+    """Memory for weights on their way."""
+    weight_transfer_folder: str = ""
+    """For folder: one that the engines see as well."""
+    lora_transfer: Literal["merged", "adapter"] = "merged"
+    """With LoRA, send the whole model with the adapters merged into it, or the adapters alone."""
 
 
 @dataclass
 class RewardConfig:
     """How samples are scored."""
 
-    reward: str = "ocr"
-    """Reward: a registered name or a 'package.module:attribute' path."""
+    reward: RewardWeights = field(default_factory=lambda: {"ocr": 1.0})
+    """Reward: a registered name or a 'package.module:attribute' path. Several have a weight each."""
+    reward_combination: Literal["sum", "separate"] = "sum"
+    """Several rewards: add the weighted values, or the weighted advantages that each gives by itself."""
     eval_reward: str | None = None
     """A second reward, logged at each evaluation and never trained on."""
     reward_workers: int = 1
-    """Scoring processes on each host process; they overlap with sampling."""
+    """Scoring processes of each reward on each host process; they overlap with sampling."""
     reward_timeout: float = 60.0
-    """Seconds one batch may take to score before its samples count as failed."""
+    """Seconds a process may take over a batch before its samples count as failed."""
+
+
+@dataclass
+class JudgeConfig:
+    """Vision-language models as judges (rewards judge_ocr and judge_score), over the OpenAI API."""
+
+    judge_urls: tuple[str, ...] = ("http://127.0.0.1:8000/v1",)
+    """Servers with the same model, between which requests are spread."""
+    judge_model: str = "Qwen/Qwen3-VL-8B-Instruct"
+    """The model's name on those servers."""
+    judge_templates: str = ""
+    """Folder with your own prompt templates, named as the packaged ones; empty for those."""
+    judge_concurrency: int = 32
+    """Requests that one scoring process has in flight at most."""
+    judge_timeout: float = 60.0
+    """Seconds to wait for an answer."""
+    judge_retries: int = 5
+    """How often a request is sent again after no answer or a busy or faulty server."""
+
+
+@dataclass
+class HttpRewardConfig:
+    """The reward http: scored by servers started with python -m megatron_omni.rewards.server."""
+
+    http_urls: tuple[str, ...] = ("http://127.0.0.1:8100",)
+    """Servers with the same reward, between which batches are spread."""
+    http_concurrency: int = 4
+    """Batches that one scoring process has in flight at most."""
+    http_timeout: float = 60.0
+    """Seconds to wait for a batch's scores."""
+    http_retries: int = 5
+    """How often a batch is sent again after no answer or a busy or faulty server."""
 
 
 @dataclass
@@ -245,7 +319,10 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    vllm_omni: VllmOmniConfig = field(default_factory=VllmOmniConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    http: HttpRewardConfig = field(default_factory=HttpRewardConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -16,8 +16,10 @@ _RANGES: list[tuple[str, Callable[[float], bool], str]] = [
         "parallel.num_virtual_stages_per_pipeline_rank parallel.context_parallel_size "
         "model.recompute_num_layers algorithm.updates_per_iteration "
         "rollout.rollout_batch_size rollout.n_samples_per_prompt rollout.height rollout.width "
-        "rollout.true_cfg_scale reward.reward_workers training.train_iters training.micro_batch_size "
-        "training.eval_interval training.eval_samples",
+        "rollout.true_cfg_scale vllm_omni.rollout_tensor_parallel_size vllm_omni.rollout_max_num_seqs "
+        "vllm_omni.weight_transfer_bucket_mib reward.reward_workers judge.judge_concurrency "
+        "http.http_concurrency training.train_iters training.micro_batch_size training.eval_interval "
+        "training.eval_samples",
     ),
     (
         "must be at least 2, since the last step is never stochastic",
@@ -28,7 +30,8 @@ _RANGES: list[tuple[str, Callable[[float], bool], str]] = [
         "must be positive",
         lambda value: value > 0,
         "parallel.distributed_timeout_minutes algorithm.clip_range algorithm.adv_clip_max "
-        "rollout.noise_level reward.reward_timeout optimizer.adam_eps lora.lora_alpha",
+        "rollout.noise_level vllm_omni.rollout_timeout reward.reward_timeout judge.judge_timeout "
+        "http.http_timeout optimizer.adam_eps lora.lora_alpha",
     ),
     (
         "must not be negative",
@@ -36,7 +39,7 @@ _RANGES: list[tuple[str, Callable[[float], bool], str]] = [
         "algorithm.kl_coefficient rollout.sde_window_size optimizer.lr optimizer.min_lr "
         "optimizer.lr_warmup_iters optimizer.weight_decay optimizer.clip_grad training.seed "
         "checkpoint.save_interval checkpoint.keep_last_checkpoints logging.sample_images "
-        "lora.lora_rank",
+        "lora.lora_rank vllm_omni.rollout_restarts judge.judge_retries http.http_retries",
     ),
     (
         "must be at least 0 and less than 1",
@@ -76,6 +79,7 @@ def _out_of_range(config: Config) -> Iterator[str]:
 
 def _impossible(config: Config, world_size: int) -> Iterator[str]:
     yield from _paths(config)
+    yield from _rewards(config)
     yield from _recomputation(config)
     yield from _layout(config, world_size)
     yield from _window(config)
@@ -96,6 +100,23 @@ def _paths(config: Config) -> Iterator[str]:
         yield f"lora_path {adapter!r} is not a folder"
     if config.reward.eval_reward and not config.data.eval_data:
         yield f"eval_reward {config.reward.eval_reward!r} is logged at evaluations, which need eval_data"
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    if not config.reward.reward:
+        yield "reward names no reward"
+    for name, weight in config.reward.reward.items():
+        if not math.isfinite(weight) or weight == 0:
+            yield f"the weight of reward {name!r} must be a number other than 0, not {weight}"
+    for setting, urls in (("judge_urls", config.judge.judge_urls), ("http_urls", config.http.http_urls)):
+        if not urls:
+            yield f"{setting} names no server"
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                yield f"{setting} {url!r} must begin with http:// or https://"
+    templates = config.judge.judge_templates
+    if templates and not Path(templates).is_dir():
+        yield f"judge_templates {templates!r} is not a folder"
 
 
 def _recomputation(config: Config) -> Iterator[str]:

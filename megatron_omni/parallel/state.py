@@ -78,14 +78,26 @@ class Layout:
     def broadcast_in_replica(self, tensor: Tensor) -> Tensor:
         """The tensor of the process that leads this replica."""
         sent = tensor.to(self.device, copy=True).contiguous()
-        for group in (
+        for group in self._replica_groups():
+            dist.broadcast(sent, group=group, group_src=0)
+        return sent.to(tensor.device)
+
+    @staticmethod
+    def _replica_groups() -> list[dist.ProcessGroup]:
+        """Groups within a replica: what the first ranks send, in one group after the other, reaches all."""
+        groups = (
             parallel_state.get_context_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
             parallel_state.get_tensor_model_parallel_group(),
-        ):
-            if group.size() > 1:
-                dist.broadcast(sent, group=group, group_src=0)
-        return sent.to(tensor.device)
+        )
+        return [group for group in groups if group.size() > 1]
+
+    def from_leader(self, value: Value) -> Value:
+        """The value of the process that leads this replica."""
+        values = [value]
+        for group in self._replica_groups():
+            dist.broadcast_object_list(values, group=group, group_src=0, device=self.device)
+        return values[0]
 
     def from_last_stage(self, value: Value) -> Value:
         """The value of the last pipeline stage."""
@@ -102,7 +114,7 @@ class Layout:
 
     def reduce_data_parallel(self, values: dict[str, float], op: dist.ReduceOp) -> dict[str, float]:
         """Each value reduced over the data-parallel ranks, which all give the same names."""
-        if self.data_size == 1:
+        if self.data_size == 1 or not values:
             return values
         table = torch.tensor(list(values.values()), dtype=torch.float32, device=self.device)
         dist.all_reduce(table, op=op, group=parallel_state.get_data_parallel_group())

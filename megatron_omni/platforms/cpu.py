@@ -1,8 +1,11 @@
 """The CPU: for tests, for development and for small runs."""
 
 import resource
+from datetime import timedelta
 
 import torch
+from torch._C._distributed_c10d import Backend
+from torch.distributed import ProcessGroupGloo, Store
 
 from megatron_omni.platforms import megatron_fixes, megatron_on_cpu
 from megatron_omni.platforms.attention import CpuAttention
@@ -30,3 +33,9 @@ class CpuPlatform(Platform):
 
     def reset_peak_memory(self) -> None:
         pass
+
+    def process_group(self, store: Store, rank: int, size: int, address: str, timeout: timedelta) -> Backend:
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timeout
+        return ProcessGroupGloo(store, rank, size, options)

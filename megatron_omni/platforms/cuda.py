@@ -1,16 +1,23 @@
 """NVIDIA GPUs."""
 
+from datetime import timedelta
+
 import torch
+from torch._C._distributed_c10d import Backend
+from torch.distributed import Store
 
 from megatron_omni.platforms import megatron_fixes
 from megatron_omni.platforms.attention import CudaAttention
 from megatron_omni.platforms.base import Platform
+from megatron_omni.platforms.cuda_memory import CudaMemory
 
 
 class CudaPlatform(Platform):
     name = "cuda"
     backend = "nccl"
     attention = CudaAttention()
+    shared_memory = CudaMemory
+    visible_devices_variable = "CUDA_VISIBLE_DEVICES"
 
     def prepare(self) -> None:
         megatron_fixes.install()
@@ -27,3 +34,10 @@ class CudaPlatform(Platform):
 
     def reset_peak_memory(self) -> None:
         torch.cuda.reset_peak_memory_stats()
+
+    def process_group(self, store: Store, rank: int, size: int, address: str, timeout: timedelta) -> Backend:
+        from torch.distributed import ProcessGroupNCCL  # not in every build
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = 2 * timeout  # then its watchdog ends the process; whoever waits gives up before
+        return ProcessGroupNCCL(store, rank, size, options)

@@ -1,8 +1,11 @@
 """Ascend NPUs, through torch_npu and MindSpeed."""
 
 import importlib
+from datetime import timedelta
 
 import torch
+from torch._C._distributed_c10d import Backend
+from torch.distributed import Store
 
 from megatron_omni.platforms.base import Platform
 
@@ -10,6 +13,7 @@ from megatron_omni.platforms.base import Platform
 class NpuPlatform(Platform):
     name = "npu"
     backend = "hccl"
+    visible_devices_variable = "ASCEND_RT_VISIBLE_DEVICES"
 
     def prepare(self) -> None:
         importlib.import_module("torch_npu")  # adds torch.npu
@@ -27,3 +31,9 @@ class NpuPlatform(Platform):
 
     def reset_peak_memory(self) -> None:
         torch.npu.reset_peak_memory_stats()
+
+    def process_group(self, store: Store, rank: int, size: int, address: str, timeout: timedelta) -> Backend:
+        hccl = importlib.import_module("torch_npu._C._distributed_c10d").ProcessGroupHCCL
+        options = hccl.Options()
+        options._timeout = timeout
+        return hccl(store, rank, size, options)

@@ -1,6 +1,5 @@
 """Does the picture show the text that the prompt quotes? Read by OCR, compared by edit distance."""
 
-import re
 from abc import abstractmethod
 from functools import cached_property
 from pathlib import Path
@@ -10,39 +9,13 @@ import cv2
 import numpy as np
 import onnxruntime
 from PIL import Image
-from rapidfuzz.distance import Levenshtein
 
 from megatron_omni.errors import UserError
 from megatron_omni.rewards.base import Reward
+from megatron_omni.rewards.text import target_text, text_similarity
 
 MAX_LINE_HEIGHT = 64
 """Pictures up to this height in pixels are read as one line of text; in taller ones, text is found first."""
-
-_DOUBLE_QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
-_SINGLE_QUOTED = re.compile(
-    r"(?<!\w)'(.+?)'(?!\w)|‘(.+?)’(?!\w)"
-)  # an apostrophe has a letter on either side
-
-
-def quoted_text(prompt: str) -> str:
-    """The text a prompt quotes; several quotations are joined in order. Empty if there is none.
-
-    Straight and curly double quotes count, and single ones where the prompt has no double ones.
-    """
-    for pattern in (_DOUBLE_QUOTED, _SINGLE_QUOTED):
-        if found := ["".join(groups) for groups in pattern.findall(prompt)]:
-            return " ".join(found).strip()
-    return ""
-
-
-def text_similarity(read: str, target: str) -> float:
-    """1 − min(edit distance, length) / length, length that of `target`; case and white space do not count.
-
-    Flow-GRPO's OCR reward (arXiv 2505.05470) without the full score its code gives to `target` inside other
-    text: with that, appended junk would be perfect.
-    """
-    read, target = ("".join(text.casefold().split()) for text in (read, target))
-    return 1 - min(Levenshtein.distance(read, target), len(target)) / len(target)
 
 
 class LineRecogniser:
@@ -88,7 +61,7 @@ class TextReward(Reward):
         """All text found in a picture, in reading order. image: [H, W, 3] uint8, BGR."""
 
     def check_prompt(self, metadata: dict[str, Any]) -> None:
-        self._target(metadata)
+        target_text(metadata)
 
     def score(self, images: np.ndarray, metadata: list[dict[str, Any]]) -> list[float]:
         bgr = np.ascontiguousarray(images[..., ::-1])
@@ -96,16 +69,7 @@ class TextReward(Reward):
             texts = self.read_lines(bgr)
         else:
             texts = [self.read_page(image) for image in bgr]
-        return [text_similarity(text, self._target(row)) for text, row in zip(texts, metadata, strict=True)]
-
-    def _target(self, metadata: dict[str, Any]) -> str:
-        target = str(metadata.get("target") or quoted_text(metadata["prompt"]))
-        if not target.strip():
-            raise UserError(
-                f"OCR reward: the prompt {metadata['prompt']!r} does not say which text to draw; quote it "
-                '("OPEN"), or give the row a "target"'
-            )
-        return target
+        return [text_similarity(text, target_text(row)) for text, row in zip(texts, metadata, strict=True)]
 
 
 class OcrReward(TextReward):

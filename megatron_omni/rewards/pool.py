@@ -1,5 +1,6 @@
 """Scoring in separate processes, beside sampling and training; a failing sample never stops the loop."""
 
+import itertools
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from megatron_omni.errors import UserError
 from megatron_omni.rewards.base import RewardResult
+from megatron_omni.rewards.options import RewardOptions
 
 START_TIMEOUT = 300.0
 """Seconds a process has to build its reward."""
@@ -50,30 +52,32 @@ class PendingReward:
 
 
 class RewardPool:
-    """`workers` processes that score images with one reward, one thread each.
+    """`workers` processes that score images with one reward, each `Reward.concurrency` batches at a time.
 
     A sample whose score is NaN or infinite or raises is masked. A process that dies is replaced, and its
-    images are scored once more before they are masked; one that takes longer than `timeout` seconds for its
-    share of a batch is killed and replaced, and its images are masked. All processes end with this one,
-    however it ends.
+    images are scored once more before they are masked; one that takes longer than `timeout` seconds (or the
+    reward's own `time_limit`) for its share of a batch is killed and replaced, and its images are masked. All
+    processes end with this one, however it ends.
 
     Use it as a context manager, so that no exception leaves it waiting for a score. Raises `UserError` if the
     reward cannot be built.
     """
 
-    def __init__(self, reward: str, workers: int, timeout: float):
-        self.timeout = timeout
-        self._workers = [_Worker(reward) for _ in range(workers)]
-        self._idle: SimpleQueue[_Worker] = SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(workers, "reward")  # one waits for each process
+    def __init__(self, reward: str, workers: int, timeout: float, options: RewardOptions | None = None):
+        self._workers = [_Worker(reward, options) for _ in range(workers)]
         self._closed = False
         try:
-            list(self._threads.map(_Worker.start, self._workers))
+            with ThreadPoolExecutor(workers) as starters:
+                traits, *_ = starters.map(_Worker.start, self._workers)
         except BaseException:
-            self.close()
+            self._kill_all()
             raise
+        self._timeout = traits["time_limit"] or timeout
+        self._batch_size = traits["batch_size"] or sys.maxsize
+        self._slots: SimpleQueue[_Worker] = SimpleQueue()  # a worker is in it once for each batch it can take
+        for worker in self._workers * traits["concurrency"]:
+            self._slots.put(worker)
+        self._threads = ThreadPoolExecutor(self._slots.qsize(), "reward")  # one waits for each batch
 
     @property
     def restarts(self) -> int:
@@ -81,7 +85,7 @@ class RewardPool:
         return sum(worker.starts for worker in self._workers) - len(self._workers)
 
     def check_prompts(self, metadata: Iterable[dict[str, Any]]) -> None:
-        """Raise `UserError` for the first prompt that the reward can never score."""
+        """Raise `UserError` if scoring cannot begin, such as for a prompt that the reward can never score."""
         request = {"metadata": list(metadata)}
         try:
             error = self._threads.submit(self._ask, request, None, START_TIMEOUT).result()["error"]
@@ -96,7 +100,7 @@ class RewardPool:
         images: [B, 3, H, W] uint8. metadata: B dictionaries of JSON values, with "prompt".
         """
         pixels = images.permute(0, 2, 3, 1).contiguous().cpu().numpy()
-        share = math.ceil(len(metadata) / len(self._workers))
+        share = min(math.ceil(len(metadata) / len(self._workers)), self._batch_size)
         return PendingReward(
             [
                 self._threads.submit(
@@ -109,11 +113,9 @@ class RewardPool:
     def close(self) -> None:
         """End all processes; scores still on their way become failures."""
         self._closed = True
-        for worker in self._workers:
-            worker.kill()
+        self._kill_all()
         self._threads.shutdown()
-        for worker in self._workers:  # again: one may have been replaced meanwhile
-            worker.kill()
+        self._kill_all()  # again: one may have been replaced meanwhile
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -121,25 +123,29 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _kill_all(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+
     def _score(self, pixels: np.ndarray, metadata: list[dict[str, Any]]) -> _Scores:
         request = {"shape": pixels.shape, "metadata": metadata}
         try:
             try:
-                reply = self._ask(request, pixels, self.timeout)
+                reply = self._ask(request, pixels, self._timeout)
             except _WorkerDied:
-                reply = self._ask(request, pixels, self.timeout)
+                reply = self._ask(request, pixels, self._timeout)
         except (_WorkerLost, UserError) as error:  # a UserError if a replacement cannot be started
             return [math.nan] * len(metadata), str(error)
         return reply["values"], reply["error"]
 
     def _ask(self, request: dict[str, Any], pixels: np.ndarray | None, timeout: float) -> dict[str, Any]:
-        worker = self._idle.get()
+        worker = self._slots.get()
         try:
             if self._closed:
                 raise _WorkerLost("the reward pool was closed")
             return worker.ask(request, pixels, timeout)
         finally:
-            self._idle.put(worker)
+            self._slots.put(worker)
 
 
 class _WorkerLost(Exception):
@@ -151,26 +157,54 @@ class _WorkerDied(_WorkerLost):
 
 
 class _Worker:
-    """A scoring process and the pipe to it. Started anew for the next request if it was lost."""
+    """A scoring process that is started anew for the next request if it was lost."""
+
+    def __init__(self, reward: str, options: RewardOptions | None):
+        self.reward = reward
+        self.options = options or RewardOptions()
+        self.starts = 0
+        self.process: _Process | None = None
+        self._starting = threading.Lock()
+
+    def start(self) -> dict[str, Any]:
+        """Start the process and wait until its reward is built. Returns what the reward says of itself."""
+        self.starts += 1
+        self.process = _Process(self.reward)
+        try:
+            reply = self.process.ask({"options": self.options.to_json()}, None, START_TIMEOUT)
+        except _WorkerLost as lost:
+            reply = {"error": f"reward {self.reward!r} cannot be built: {lost}"}
+        if reply["error"]:
+            self.kill()
+            raise UserError(reply["error"])
+        return reply
+
+    def ask(self, request: dict[str, Any], pixels: np.ndarray | None, timeout: float) -> dict[str, Any]:
+        """The reply. Raises `_WorkerLost`, or `UserError` if a lost process cannot be started again."""
+        with self._starting:
+            if self.process.ended():
+                self.start()
+            process = self.process
+        return process.ask(request, pixels, timeout)
+
+    def kill(self) -> None:
+        if self.process:
+            self.process.kill()
+
+
+class _Process:
+    """One scoring process and the pipe to it, over which several requests may be on their way."""
 
     def __init__(self, reward: str):
-        self.reward = reward
-        self.starts = 0
-        self.process: subprocess.Popen | None = None
-
-    def start(self) -> None:
-        """Start the process and wait until its reward is built.
-
-        A fresh interpreter, not a fork or a multiprocessing child: it inherits no locks and no sockets, and
-        does not import the caller's main script.
+        """Starts a fresh interpreter, not a fork or a multiprocessing child: it inherits no locks and no
+        sockets, and does not import the caller's main script.
         """
-        self.starts += 1
-        self.connection, theirs = Pipe()
+        self._connection, theirs = Pipe()
         with theirs:
-            self.process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "megatron_omni.rewards.worker"),
-                    *(str(theirs.fileno()), str(os.getpid()), self.reward),
+                    *(str(theirs.fileno()), str(os.getpid()), reward),
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -181,44 +215,51 @@ class _Worker:
                     "OMP_NUM_THREADS": "1",
                 },
             )
-        try:
-            error = self._exchange([], START_TIMEOUT)["error"]
-        except _WorkerLost as lost:
-            error = f"reward {self.reward!r} cannot be built: {lost}"
-        if error:
-            self.kill()
-            raise UserError(error)
+        self.pid = self._process.pid
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Future[dict[str, Any]]] = {}
+        self._sending = threading.Lock()
+        threading.Thread(target=self._receive, name="reward replies", daemon=True).start()
+
+    def ended(self) -> bool:
+        return self._process.poll() is not None
 
     def ask(self, request: dict[str, Any], pixels: np.ndarray | None, timeout: float) -> dict[str, Any]:
-        """The reply. Raises `_WorkerLost`, or `UserError` if a lost process cannot be started again."""
-        if self.process.poll() is not None:
-            self.start()
-        message = [json.dumps(request).encode()]
-        return self._exchange(message if pixels is None else [*message, pixels.reshape(-1)], timeout)
-
-    def kill(self) -> None:
-        """End the process and all it started."""
-        if self.process is None:
-            return
-        if self.process.poll() is None:
-            with suppress(ProcessLookupError):  # it ended meanwhile
-                os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def _exchange(self, messages: list[Any], timeout: float) -> dict[str, Any]:
+        """The reply. Raises `_WorkerLost`; after `timeout` seconds the process is killed."""
         deadline = time.monotonic() + timeout
         timer = threading.Timer(timeout, self.kill)  # which closes the pipe, whether we send or wait
         timer.start()
+        number, reply = next(self._numbers), Future()
+        self._waiting[number] = reply
         try:
-            for message in messages:
-                self.connection.send_bytes(message)
-            return json.loads(self.connection.recv_bytes())
+            with self._sending:
+                self._connection.send_bytes(json.dumps(request | {"number": number}).encode())
+                if pixels is not None:
+                    self._connection.send_bytes(pixels.reshape(-1))
+            return reply.result()
         except (EOFError, OSError):
             self.kill()
             if time.monotonic() >= deadline:
                 raise _WorkerLost(f"no answer from the scoring process within {timeout:g} s") from None
             raise _WorkerDied(
-                f"scoring process {self.process.pid} died (exit status {self.process.returncode})"
+                f"scoring process {self.pid} died (exit status {self._process.returncode})"
             ) from None
         finally:
             timer.cancel()
+
+    def kill(self) -> None:
+        """End the process and all it started."""
+        if not self.ended():
+            with suppress(ProcessLookupError):  # it ended meanwhile
+                os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _receive(self) -> None:
+        """Hands replies to those who wait for them, until the pipe closes."""
+        with self._connection, suppress(EOFError, OSError):
+            while True:
+                reply = json.loads(self._connection.recv_bytes())
+                self._waiting.pop(reply["number"]).set_result(reply)
+        # Whoever asks from now on cannot send.
+        for reply in list(self._waiting.values()):
+            reply.set_exception(EOFError())

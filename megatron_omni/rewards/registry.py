@@ -9,12 +9,16 @@ import numpy as np
 from megatron_omni.errors import UserError
 from megatron_omni.registry import Registry
 from megatron_omni.rewards.base import Reward
+from megatron_omni.rewards.options import RewardOptions
 
 REWARDS = Registry(
     "reward",
     {
         "ocr": "megatron_omni.rewards.ocr:OcrReward",
         "ocr_heldout": "megatron_omni.rewards.ocr:HeldOutOcrReward",
+        "judge_ocr": "megatron_omni.rewards.judges:OcrJudge",
+        "judge_score": "megatron_omni.rewards.judges:ScoreJudge",
+        "http": "megatron_omni.rewards.http_scorer:HttpReward",
         "brightness": "megatron_omni.rewards.rules:brightness",
         "colour_match": "megatron_omni.rewards.rules:ColourMatchReward",
     },
@@ -31,15 +35,14 @@ class FunctionReward(Reward):
         return self.function(images, metadata)
 
 
-def build_reward(name: str) -> Reward:
+def build_reward(name: str, options: RewardOptions | None = None) -> Reward:
     """The reward of a registered name or 'package.module:attribute' path: a class or a scoring function."""
     found = REWARDS.get(name)
     if not inspect.isclass(found):
         return FunctionReward(found)
-    reward = found()
-    if not isinstance(reward, Reward):
+    if not issubclass(found, Reward):
         raise UserError(
             f"reward {name!r} is a class without score(images, metadata) and check_prompt(metadata): "
             "derive it from megatron_omni.rewards.base.Reward"
         )
-    return reward
+    return found.from_options(options or RewardOptions())

@@ -13,9 +13,8 @@ from torch import Tensor
 class RolloutRequest:
     """One image to draw.
 
-    `seed` alone decides the initial noise and the noise of every stochastic step, so that the same
-    request gives the same trajectory on any worker, in any order. `window` and `trained` are the same
-    for all members of a group.
+    Its seeds alone decide all noise, so that the same request gives the same trajectory on any worker, in any
+    order. `window` and `trained` are the same for all members of a group.
     """
 
     prompt_id: int
@@ -23,10 +22,19 @@ class RolloutRequest:
     metadata: dict[str, Any]
     """The prompt set's row, with "prompt"."""
     seed: int
+    """Of the noise of stochastic steps, and of the initial noise."""
     window: tuple[int, ...] = ()
     """Indices of the stochastic steps."""
     trained: tuple[int, ...] = ()
     """Those of them that training replays."""
+    noise_seed: int | None = None
+    """Another seed for the initial noise, where several samples are to start from the same."""
+    record_means: bool = False
+    """Whether to keep the mean of each of those steps, too."""
+
+    @property
+    def initial_seed(self) -> int:
+        return self.seed if self.noise_seed is None else self.noise_seed
 
     @property
     def prompt(self) -> str:
@@ -61,6 +69,8 @@ class Trajectory:
     images: Tensor
     """[B, 3, H, W] uint8, what the reward sees."""
     weight_version: int
+    means: Tensor | None = None
+    """[B, S, N, C], the mean of each trained step under the weights that sampled; if the requests asked."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -99,7 +109,15 @@ class RolloutEngine(Protocol):
         ...
 
     def update_weights(self, version: int) -> None:
-        """Sample with the trainer's current weights from now on; trajectories carry `version`."""
+        """Sample with the trainer's current weights from now on; trajectories carry `version`. Collective."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What to report of the iteration, on the process that leads the replica; counted anew from here."""
+        ...
+
+    def close(self) -> None:
+        """End what it started."""
         ...
 
 
@@ -116,6 +134,12 @@ class MicroBatchEngine(ABC):
 
     def update_weights(self, version: int) -> None:
         self.weight_version = version
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:  # noqa: B027 (there is nothing to end)
+        pass
 
     @abstractmethod
     def draw(self, micro_batches: Iterable[list[RolloutRequest]]) -> Iterator[Trajectory]:

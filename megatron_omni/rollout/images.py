@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from megatron_omni.cache import BatchCache
-from megatron_omni.config.schema import Config
 from megatron_omni.data.images import ImageSet
-from megatron_omni.models.base import Pipeline
-from megatron_omni.parallel.pipeline import ForwardPipeline
 from megatron_omni.rollout.base import MicroBatchEngine, RolloutRequest, Trajectory
+from megatron_omni.rollout.parts import EngineParts
 
 CACHED_IMAGES = 32768
 
@@ -18,16 +16,10 @@ CACHED_IMAGES = 32768
 class ImageEngine(MicroBatchEngine):
     """Encodes the picture that each request's metadata names under "image"; each is encoded once."""
 
-    def __init__(
-        self,
-        config: Config,
-        policy: ForwardPipeline,
-        pipeline: Pipeline,
-        embeddings: BatchCache,
-        device: torch.device,
-    ):
+    def __init__(self, parts: EngineParts):
+        config = parts.config
         super().__init__(config.training.micro_batch_size)
-        self.pipeline = pipeline
+        self.pipeline = parts.pipeline
         self.images = ImageSet.from_file(config.data.train_data, config.rollout.height, config.rollout.width)
         self.rows = {row.metadata["image"]: row for row in self.images.prompts.rows}
         self.latents = BatchCache(self._encode, CACHED_IMAGES)

@@ -26,6 +26,8 @@ class SampledPath:
     """[B, S] int64, the index of each recorded step."""
     log_probs: Tensor
     """[B, S]."""
+    means: Tensor | None
+    """[B, S, N, C], of each recorded step; if asked for."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Sampler:
         windows: list[tuple[int, ...]],
         recorded: list[tuple[int, ...]],
         seeds: list[int],
+        record_means: bool = False,
     ) -> Lane[SampledPath]:
         """From initial noise [B, N, C] down to sigma 0, all rows in one forward pass a step.
 
@@ -58,13 +61,14 @@ class Sampler:
         """
         x = noise.float()
         latents, next_latents = (x.new_empty(len(x), len(recorded[0]), *x.shape[1:]) for _ in range(2))
+        means = torch.empty_like(latents) if record_means else None
         log_probs = x.new_empty(len(x), len(recorded[0]))
         for i in range(len(self.sigmas) - 1):
             sigma, sigma_next = self.sigmas[i].item(), self.sigmas[i + 1].item()
             inputs = self.guidance.inputs(x, x.new_full((len(x),), sigma), embeddings, negative, self.size)
             velocity = self.guidance.combine((yield inputs))
             step = stochastic_step(x, velocity, sigma, sigma_next, kind="ode", noise_level=0.0)
-            x_next, log_prob = step.next_sample, None
+            x_next = step.next_sample
             stochastic = [i in window for window in windows]
             if any(stochastic):
                 step = stochastic_step(
@@ -79,15 +83,16 @@ class Sampler:
                 )
                 rows = torch.tensor(stochastic, device=x.device)[:, None, None]
                 x_next = torch.where(rows, step.next_sample, x_next)
-                log_prob = step.log_prob
             for row, kept in enumerate(recorded):
                 if i in kept:
                     slot = kept.index(i)
                     latents[row, slot], next_latents[row, slot] = x[row], x_next[row]
-                    log_probs[row, slot] = log_prob[row]
+                    log_probs[row, slot] = step.log_prob[row]
+                    if means is not None:
+                        means[row, slot] = step.mean[row]
             x = x_next
         steps = torch.tensor(recorded, dtype=torch.long).view(len(x), -1)
-        return SampledPath(x, latents, next_latents, steps, log_probs)
+        return SampledPath(x, latents, next_latents, steps, log_probs, means)
 
     @staticmethod
     def _step_noise(x: Tensor, seeds: list[int], step: int) -> Tensor:

@@ -9,6 +9,7 @@ from megatron_omni.algorithms.base import Algorithm
 from megatron_omni.algorithms.registry import ALGORITHMS
 from megatron_omni.cache import BatchCache
 from megatron_omni.checkpoint.adapter import load_adapter
+from megatron_omni.checkpoint.distributed import load_release
 from megatron_omni.checkpoint.hf import load_hf
 from megatron_omni.config.schema import Config
 from megatron_omni.data.prompts import PromptSet
@@ -17,10 +18,13 @@ from megatron_omni.models.layers.lora import add_adapters
 from megatron_omni.models.registry import MODELS
 from megatron_omni.parallel.pipeline import ForwardPipeline
 from megatron_omni.parallel.state import Layout
+from megatron_omni.rewards.options import RewardOptions
 from megatron_omni.rewards.pool import RewardPool
 from megatron_omni.rollout.base import RolloutEngine
 from megatron_omni.rollout.megatron.engine import MegatronEngine
+from megatron_omni.rollout.parts import EngineParts
 from megatron_omni.rollout.registry import ENGINES
+from megatron_omni.rollout.weights import PolicyWeights
 from megatron_omni.sampling.guidance import Guidance
 from megatron_omni.training.evaluation import Evaluator
 from megatron_omni.training.memory import MemoryEstimate, Workload, estimate
@@ -50,7 +54,8 @@ class Parts:
     """None without held-out prompts."""
 
     def close(self) -> None:
-        """Ends the scoring processes."""
+        """Ends the scoring processes and the rollout engine."""
+        self.engine.close()
         for scorer in (self.scorer, self.evaluator and self.evaluator.heldout_scorer):
             if scorer:
                 scorer.close()
@@ -88,13 +93,14 @@ def build_parts(config: Config, layout: Layout) -> Parts:
     work = workload(config, layout, algorithm, prompts, embeddings, pipeline.latent_channels, size)
     memory = estimate(config, layout, chunks, work, networks)
     optimization = build_optimization(config, chunks)
-    parts = (config, policy, pipeline, embeddings, layout.device)
+    weights = PolicyWeights(chunks, family.mapping, config.lora, optimization.gather_parameters)
+    parts = EngineParts(config, layout, policy, weights, pipeline, embeddings)
     return Parts(
         family=family,
         optimization=optimization,
         memory=memory,
         prompts=prompts,
-        engine=ENGINES.get(config.rollout.rollout_engine)(*parts),
+        engine=ENGINES.get(config.rollout.rollout_engine)(parts),
         algorithm=algorithm,
         scorer=scorer,
         updater=Updater(
@@ -110,7 +116,7 @@ def build_parts(config: Config, layout: Layout) -> Parts:
         evaluator=Evaluator(
             config,
             layout,
-            MegatronEngine(*parts),
+            MegatronEngine(parts),
             heldout,
             scorer,
             open_heldout_scorer(config, layout, heldout),
@@ -163,23 +169,25 @@ def build_reference(
     if config.lora.lora_rank:
         return Reference.without_adapters(policy)
     frozen = [chunk.requires_grad_(False).eval() for chunk in build_model(config, family, folder, layout)]
+    if config.algorithm.ref_load:
+        load_release(frozen, Path(config.algorithm.ref_load), family.name)
     pipeline = ForwardPipeline(frozen, policy.forward, policy.dtype)
     if config.algorithm.offload_reference:
         return Reference.on_host(pipeline, layout.device)
     return Reference(pipeline)
 
 
-def open_scorer(config: Config, layout: Layout, reward: str, *prompts: PromptSet | None) -> Scorer:
-    """The reward's worker processes; they check at once that every prompt can be scored."""
-    scorer = Scorer(
-        layout, lambda: RewardPool(reward, config.reward.reward_workers, config.reward.reward_timeout)
-    )
-    if scorer.pool:
-        scorer.pool.check_prompts(row.metadata for each in prompts if each for row in each.rows)
+def open_scorer(
+    config: Config, layout: Layout, weights: dict[str, float], *prompts: PromptSet | None
+) -> Scorer:
+    """The rewards' worker processes; they check at once that every prompt can be scored."""
+    workers, timeout = config.reward.reward_workers, config.reward.reward_timeout
+    options = RewardOptions(config.judge, config.http)
+    scorer = Scorer(layout, weights, lambda name: RewardPool(name, workers, timeout, options))
+    scorer.check_prompts([row.metadata for each in prompts if each for row in each.rows])
     return scorer
 
 
 def open_heldout_scorer(config: Config, layout: Layout, heldout: PromptSet) -> Scorer | None:
-    return (
-        open_scorer(config, layout, config.reward.eval_reward, heldout) if config.reward.eval_reward else None
-    )
+    judge = config.reward.eval_reward
+    return open_scorer(config, layout, {judge: 1.0}, heldout) if judge else None

@@ -8,9 +8,10 @@ from torch import Tensor
 from megatron_omni.config.schema import Config
 from megatron_omni.data.prompts import PromptSet
 from megatron_omni.parallel.state import Layout
+from megatron_omni.rewards.combination import GlobalRewards
 from megatron_omni.rollout.base import RolloutEngine, RolloutRequest
 from megatron_omni.sampling.seeds import derive_seed
-from megatron_omni.training.scoring import GlobalRewards, Scorer
+from megatron_omni.training.scoring import Scorer
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,10 @@ class Evaluator:
             for scorer in scorers:
                 scorer.submit(trajectory, answered)
         rewards = self.scorer.collect()
+        rewards.require_some()
         metrics = _statistics("eval/reward", rewards)
+        if len(rewards.weights) > 1:
+            metrics |= {f"eval/{name}_mean": mean for name, mean in rewards.means().items()}
         metrics["eval/exact_match"] = float((rewards.valid_values() == 1).float().mean())
         heldout = self.heldout_scorer.collect() if self.heldout_scorer else None
         if heldout:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -23,10 +24,10 @@ from megatron_omni.config.schema import Config
 from megatron_omni.config.validate import validate
 from megatron_omni.data.sampler import shard
 from megatron_omni.errors import UserError
-from megatron_omni.models.layers.lora import adapters_merged
 from megatron_omni.parallel import state
 from megatron_omni.parallel.peers import naming_lost_ranks
 from megatron_omni.platforms import current_platform
+from megatron_omni.rewards.combination import GlobalRewards
 from megatron_omni.rollout.base import RolloutRequest, Trajectory
 from megatron_omni.training.build import Parts, build_parts
 from megatron_omni.training.evaluation import Evaluation
@@ -36,7 +37,6 @@ from megatron_omni.training.progress import ProgressDisplay
 from megatron_omni.training.report import write_report
 from megatron_omni.training.run_log import LAYOUT_FILE
 from megatron_omni.training.samples import SampleCaption, sample_folder, save_samples
-from megatron_omni.training.scoring import GlobalRewards
 from megatron_omni.training.timing import Timings
 from megatron_omni.training.update import UpdateResult
 
@@ -62,6 +62,10 @@ class Run:
         self.memory = _largest(parts.memory)
         self.eval_reward: float | None = None
         """Of the current weights, where they have been evaluated."""
+        self.rewards: list[GlobalRewards] = []
+        self.zero_fractions: list[float] = []
+        self.updates: list[UpdateResult] = []
+        """Of this iteration."""
 
     def iterations(self) -> Iterator[int]:
         """The iterations that are still to do."""
@@ -89,22 +93,35 @@ class Run:
             parts.append(trajectory)
         return Trajectory.concatenate(parts)
 
-    def rewards(self, trajectory: Trajectory) -> GlobalRewards:
-        """The samples' rewards, of all processes; zeros where the algorithm uses none."""
-        if self.algorithm.uses_rewards:
-            return self.parts.scorer.collect()
-        prompt_id = self.layout.gather_data_parallel(trajectory.prompt_id)
-        return GlobalRewards(
-            torch.zeros(len(prompt_id)), torch.ones(len(prompt_id), dtype=torch.bool), prompt_id
-        )
+    def scored(self, trajectory: Trajectory) -> Iterator[tuple[Trajectory, Advantages]]:
+        """The samples of each optimizer step with their advantages, as soon as rewards for these are there.
 
-    def update(self, trajectory: Trajectory, advantages: Advantages, iteration: int) -> list[UpdateResult]:
-        """The iteration's optimizer steps. `advantages` are those of all processes."""
-        first = self.layout.data_rank * len(trajectory)
-        own = advantages.rows(first, first + len(trajectory))
+        So the samples of later steps are scored while earlier ones train. A step is left out if none of its
+        samples has a reward.
+        """
+        steps, group = self.config.algorithm.updates_per_iteration, self.config.rollout.n_samples_per_prompt
+        size = len(trajectory) // steps
+        all_at_once = self.algorithm.needs_all_rewards or size % group  # a group may be in two steps
+        scored = len(trajectory) if all_at_once else size
+        self.rewards, self.zero_fractions, self.updates = [], [], []
+        for start in range(0, len(trajectory), scored):
+            with self.phase("reward_wait"):
+                rewards = self._rewards(trajectory.rows(start, start + scored))
+            self.rewards.append(rewards)
+            if not rewards.valid.any():
+                continue
+            advantages = self.algorithm.advantages(rewards)
+            self.zero_fractions.append(advantages.zero_fraction)
+            first = self.layout.data_rank * scored - start
+            for begin in range(start, start + scored, size):
+                own = advantages.rows(first + begin, first + begin + size)
+                yield trajectory.rows(begin, begin + size), own
+
+    def update(self, trajectory: Trajectory, advantages: Advantages, iteration: int) -> None:
+        """One optimizer step."""
         size = self.config.training.micro_batch_size
-        updates = self.algorithm.micro_batches(trajectory, own, size, iteration)
-        return [self.parts.updater.step(batches) for batches in updates]
+        batches = self.algorithm.micro_batches(trajectory, advantages, size, iteration)
+        self.updates.append(self.parts.updater.step(batches))
 
     def start(self) -> None:
         """Evaluates the initial weights."""
@@ -113,31 +130,37 @@ class Run:
             self.writer.log(0, evaluation.metrics, {"eval/samples": evaluation.images})
             self.display.message(f"before training: {_scores(evaluation)}")
 
-    def finish_iteration(
-        self,
-        iteration: int,
-        trajectory: Trajectory,
-        rewards: GlobalRewards,
-        advantages: Advantages,
-        updates: list[UpdateResult],
-    ) -> None:
-        """Reports iteration number `iteration` (from 1), and evaluates and saves where these are due."""
+    def finish_iteration(self, iteration: int, trajectory: Trajectory) -> None:
+        """Reports iteration number `iteration` (from 1), and evaluates and saves where these are due.
+
+        Raises `UserError` if no sample has a reward.
+        """
         seconds = time.perf_counter() - self.started
-        metrics = self._reduce(updates)
+        rewards = GlobalRewards.concatenate(self.rewards)
+        rewards.require_some()
+        metrics = self._reduce(self.updates)
         if self.algorithm.uses_rewards:
             metrics |= {
                 "train/reward_mean": float(rewards.valid_values().mean()),
                 "train/reward_std": float(rewards.valid_values().std(correction=0)),
-                "train/advantage_zero_fraction": advantages.zero_fraction,
+                "train/advantage_zero_fraction": fmean(self.zero_fractions),
                 "reward/failed": float(rewards.failed),
             }
+            if len(rewards.weights) > 1:
+                metrics |= {f"reward/{name}_mean": mean for name, mean in rewards.means().items()}
+                metrics |= {f"reward/{name}_failed": float(n) for name, n in rewards.failures().items()}
+            if rewards.error:
+                self.display.message(
+                    f"{rewards.failed} samples have no reward; the last error: {rewards.error}"
+                )
         metrics |= self.timings.take() | {
             "time/iteration": seconds,
-            "throughput/samples_per_second": len(rewards.values) / seconds,
+            "throughput/samples_per_second": len(rewards.prompt_id) / seconds,
             "consistency/weight_version": float(trajectory.weight_version),
             "memory/peak_gib": self._peak_memory(),
             "memory/estimated_gib": self.memory.total / GIB,
         }
+        metrics |= self.layout.reduce_data_parallel(self.engine.metrics(), dist.ReduceOp.SUM)
         self._check_finite(iteration, metrics)
         last = iteration == self.config.training.train_iters
         pictures = {}
@@ -235,8 +258,15 @@ class Run:
         optimization, family = self.parts.optimization, self.parts.family
         source = Path(self.config.model.model_path)
         optimization.gather_parameters()
-        with adapters_merged(optimization.modules):
-            export_hf(optimization.modules, family.mapping, source, target, family.transformer_folder)
+        export_hf(optimization.modules, family.mapping, source, target, family.transformer_folder)
+
+    def _rewards(self, trajectory: Trajectory) -> GlobalRewards:
+        """Of these samples, the next ones that were submitted, of all processes."""
+        if self.algorithm.uses_rewards:
+            return self.parts.scorer.collect(len(trajectory))
+        prompt_id = self.layout.gather_data_parallel(trajectory.prompt_id)
+        none = torch.zeros(0, len(prompt_id))
+        return GlobalRewards({}, none, none.bool(), prompt_id)
 
     def _evaluate(self, iteration: int) -> Evaluation:
         start = time.perf_counter()

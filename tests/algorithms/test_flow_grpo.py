@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_omni.algorithms.base import Loss, TrainingBatch
 from megatron_omni.algorithms.flow_grpo import FlowGrpo
 from megatron_omni.config.schema import Config
+from megatron_omni.rewards.combination import GlobalRewards
 from megatron_omni.rollout.base import Trajectory
 from megatron_omni.sampling.guidance import Guidance
 from megatron_omni.sampling.sampler import Sampler
@@ -66,12 +67,14 @@ def velocity(model: ToyModel, batch: TrainingBatch) -> Tensor:
 def advantages_of(algorithm: FlowGrpo, trajectory: Trajectory, valid=None):
     rewards = torch.randn(len(trajectory), generator=torch.Generator().manual_seed(3))
     valid = torch.ones(len(trajectory), dtype=torch.bool) if valid is None else valid
-    return algorithm.advantages(rewards, valid, trajectory.prompt_id)
+    return algorithm.advantages(
+        GlobalRewards({"reward": 1.0}, rewards[None], valid[None], trajectory.prompt_id)
+    )
 
 
 def losses(algorithm, model, trajectory, advantages, size) -> list[Loss]:
-    updates = algorithm.micro_batches(trajectory, advantages, size, iteration=0)
-    return [algorithm.loss(batch, velocity(model, batch)) for share in updates for batch in share]
+    batches = algorithm.micro_batches(trajectory, advantages, size, iteration=0)
+    return [algorithm.loss(batch, velocity(model, batch)) for batch in batches]
 
 
 @pytest.mark.parametrize("kind", ["sde", "dance", "cps"])
@@ -92,7 +95,7 @@ def test_accumulated_gradient_is_the_gradient_of_the_whole_batch():
     trajectory = rollout(algorithm, model)
     advantages = advantages_of(algorithm, trajectory)
     moved = ToyModel(seed=1)
-    whole = algorithm.micro_batches(trajectory, advantages, len(trajectory), 0)[0]
+    whole = algorithm.micro_batches(trajectory, advantages, len(trajectory), 0)
     gradients = []
     for size in (1, 2, 8):
         moved.zero_grad()
@@ -153,20 +156,27 @@ def test_a_failed_sample_leaves_no_trace_in_the_gradient():
 
 @pytest.mark.parametrize("updates", [1, 2, 4])
 def test_updates_share_the_samples_without_loss(updates):
-    algorithm = build(updates_per_iteration=updates)
+    algorithm = build()
     trajectory = rollout(algorithm, ToyModel())
-    shares = algorithm.micro_batches(trajectory, advantages_of(algorithm, trajectory), 2, 0)
+    advantages, size = advantages_of(algorithm, trajectory), len(trajectory) // updates
+    shares = [
+        algorithm.micro_batches(trajectory.rows(i, i + size), advantages.rows(i, i + size), 2, 0)
+        for i in range(0, len(trajectory), size)
+    ]
     assert len(shares) == updates
     assert len({len(share) for share in shares}) == 1
-    seen = torch.cat([batch.log_prob for share in shares for batch in share])
-    assert sorted(seen.tolist()) == sorted(trajectory.log_probs.flatten().tolist())
+    batches = [batch for share in shares for batch in share]
+    seen = torch.cat([torch.stack([batch.log_prob, batch.advantages], 1) for batch in batches])
+    values = advantages.values[:, None].expand_as(trajectory.log_probs)
+    sampled = torch.stack([trajectory.log_probs, values], -1).flatten(0, 1)
+    assert sorted(seen.tolist()) == sorted(sampled.tolist())
 
 
 def test_kl_to_the_reference_pulls_back_and_is_zero_at_the_start():
     algorithm, model = build(kl_coefficient=0.5), ToyModel()
     assert algorithm.needs_reference
     trajectory = rollout(algorithm, model)
-    batch = algorithm.micro_batches(trajectory, advantages_of(algorithm, trajectory), 8, 0)[0][0]
+    batch = algorithm.micro_batches(trajectory, advantages_of(algorithm, trajectory), 8, 0)[0]
     batch.reference_velocity = velocity(model, batch).detach()
     assert algorithm.loss(batch, velocity(model, batch)).means["train/kl"] == 0
     moved = algorithm.loss(batch, velocity(ToyModel(seed=1), batch))

@@ -4,6 +4,7 @@ import torch
 
 from megatron_omni.algorithms.flow_matching import FlowMatching
 from megatron_omni.config.schema import Config
+from megatron_omni.rewards.combination import GlobalRewards
 from megatron_omni.rollout.base import Trajectory
 
 
@@ -33,8 +34,9 @@ def trajectory(algorithm: FlowMatching, iteration: int, count: int = 64) -> Traj
 
 def batches(algorithm: FlowMatching, iteration: int, size: int = 64):
     data = trajectory(algorithm, iteration)
-    advantages = algorithm.advantages(torch.zeros(64), torch.ones(64, dtype=torch.bool), data.prompt_id)
-    return data, algorithm.micro_batches(data, advantages, size, iteration)[0]
+    none = torch.zeros(0, len(data))
+    advantages = algorithm.advantages(GlobalRewards({}, none, none.bool(), data.prompt_id))
+    return data, algorithm.micro_batches(data, advantages, size, iteration)
 
 
 def test_the_true_velocity_has_no_loss_and_leads_from_noise_to_data():

@@ -47,6 +47,16 @@ def test_scientific_notation_without_a_point_is_a_number():
     assert from_yaml("optimizer: {lr: 1e-5, adam_eps: 1E-8}").optimizer.lr == 1e-5
 
 
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [("ocr", {"ocr": 1.0}), ("{ocr: 0.7, judge_score: 1}", {"ocr": 0.7, "judge_score": 1.0})],
+)
+def test_a_reward_is_a_name_or_names_with_weights(text, weights):
+    config = from_yaml(f"reward: {{reward: {text}}}")
+    assert config.reward.reward == weights
+    assert from_yaml(to_yaml(config)) == config
+
+
 def test_whole_numbers_serve_as_floats_but_not_the_reverse():
     assert from_yaml("optimizer: {clip_grad: 1}").optimizer.clip_grad == 1.0
     with pytest.raises(UserError, match=r"rollout.height must be a valid integer, not 512.5"):
@@ -68,6 +78,7 @@ def test_whole_numbers_serve_as_floats_but_not_the_reverse():
         ("training: {seed: 1, seed: 2}", "'seed' is given twice"),
         ("- 1", "must map groups"),
         ("training: {", "not valid YAML"),
+        ("reward: {reward: {ocr: much}}", "reward.reward.ocr must be a valid number, not 'much'"),
         ("logging: {run_name: 12}", "logging.run_name must be a valid string, not 12"),
     ],
 )  # fmt: skip

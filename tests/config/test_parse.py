@@ -32,6 +32,36 @@ def test_flags_have_megatrons_names():
     assert config.rollout.sde_window_range == (1, 4)
 
 
+@pytest.mark.parametrize(
+    ("words", "weights"),
+    [
+        (["ocr"], {"ocr": 1.0}),
+        (["brightness=0.7", "judge_score=0.3"], {"brightness": 0.7, "judge_score": 0.3}),
+        (["brightness", "tools.mine:ugly=-2"], {"brightness": 1.0, "tools.mine:ugly": -2.0}),
+    ],
+)
+def test_rewards_have_weights_alike_in_a_flag_and_in_a_file(words, weights, tmp_path):
+    assert parse_config(["--reward", *words]).reward.reward == weights
+    path = tmp_path / "run.yaml"
+    path.write_text(f"reward: {{reward: {words[0] if words == ['ocr'] else weights}}}")
+    assert parse_config(["--config", str(path)]).reward.reward == weights
+    assert parse_config(["--config", str(path), "--reward", "ocr"]).reward.reward == {"ocr": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "weights"),
+    [
+        ("ocr", {"ocr": 1}),
+        ("ocr=0.7 judge_score=0.3", {"ocr": 0.7, "judge_score": 0.3}),
+        ("my.module:attribute=-2 ocr", {"my.module:attribute": -2, "ocr": 1}),
+    ],
+)
+def test_a_reward_or_several_with_weights(words, weights, file):
+    for more in ([], ["--config", file]):
+        config = parse_config([*more, "--reward", *words.split(), "--lr", "1"])
+        assert config.reward.reward == weights and config.optimizer.lr == 1
+
+
 def test_underscores_in_a_flag_are_accepted():
     assert parse_config(["--train_iters", "3"]).training.train_iters == 3
 
@@ -60,6 +90,10 @@ def test_a_missing_file_is_named():
         (["--lr", "fast"], "--lr"),
         (["--train-iters", "1.5"], "--train-iters"),
         (["--config"], "--config"),
+        (["--reward", "ocr=much"], "--reward"),
+        (["--reward", "ocr=1", "ocr=2"], "--reward"),
+        (["--reward", "ocr=much"], "--reward"),
+        (["--reward", "ocr", "ocr=2"], "--reward"),
     ],
 )
 def test_a_mistaken_flag_exits_with_2_and_names_what_was_meant(arguments, message, capsys):
@@ -75,6 +109,6 @@ def test_help_lists_every_setting_with_its_group(capsys):
     assert caught.value.code == 0
     text = capsys.readouterr().out
     for group in fields(Config):
-        assert f"{group.name} options" in text
+        assert f"{group.name.replace('_', '-')} options" in text
         for setting in fields(group.type):
             assert f"--{setting.name.replace('_', '-')}" in text

@@ -17,8 +17,21 @@ def first_pixel(images, metadata):
     ]
 
 
+def slow_first_pixel(images, metadata):
+    """The same, after each row's "seconds"."""
+    time.sleep(sum(row["seconds"] for row in metadata))
+    return [int(image[0, 0, 0]) for image in images]
+
+
+def other_pixel(images, metadata):
+    """Fails where "do" is "other", where `first_pixel` does not."""
+    return [math.nan if row["do"] == "other" else 1.0 for row in metadata]
+
+
 def _act(row):
     match row["do"]:
+        case "other":
+            return 1
         case "nan":
             return math.nan
         case "infinity":
@@ -56,6 +69,9 @@ def threads(images, metadata):
 class Broken(Reward):
     def __init__(self):
         raise RuntimeError("no such judge")
+
+    def score(self, images, metadata):
+        return []
 
 
 class NoScore:

@@ -9,7 +9,8 @@ from matplotlib import font_manager
 from PIL import Image, ImageDraw, ImageFont
 
 from megatron_omni.errors import UserError
-from megatron_omni.rewards.ocr import HeldOutOcrReward, OcrReward, quoted_text, text_similarity
+from megatron_omni.rewards.ocr import HeldOutOcrReward, OcrReward
+from megatron_omni.rewards.text import quoted_text, text_similarity
 
 FONT = font_manager.findfont(font_manager.FontProperties(family="DejaVu Sans Mono", weight="bold"))
 NOISE = np.random.default_rng(0).integers(0, 256, (8, 48, 96, 3), dtype=np.uint8)

@@ -1,6 +1,8 @@
 """Whole runs: exact replay, layouts that agree, and outputs where the manual says."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +120,27 @@ def test_bfloat16_with_master_weights_and_a_reference_policy(model, tmp_path):
     rows = metrics(tmp_path)
     assert rows[1]["consistency/log_prob_abs_diff_max"] == 0
     assert rows[-1]["train/kl"] > 0
+
+
+@pytest.fixture(scope="module")
+def release(reference, tmp_path_factory) -> Path:
+    """Trained weights as a `release` checkpoint."""
+    folder = tmp_path_factory.mktemp("release") / "out"
+    tool = [sys.executable, "tools/checkpoint/convert.py", "hf-to-megatron"]
+    folders = ["--load-dir", reference / "runs/run/hf", "--save-dir", folder]
+    subprocess.run([*tool, *folders], check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+def test_the_reference_of_a_run_from_a_release_is_that_release(model, release, tmp_path):
+    flags = {"kl_coefficient": 0.1, "load": release, "train_iters": 1}
+    (refused,) = launch(arguments(model, tmp_path, **flags))
+    assert refused.status == 2 and f"--ref-load {release}" in refused.errors
+    (refused,) = launch(arguments(model, tmp_path, **flags, ref_load=model))
+    assert refused.status == 2 and "holds no release/" in refused.errors
+    (outcome,) = launch(arguments(model, tmp_path, **flags, ref_load=release))
+    assert outcome.status == 0, outcome.errors
+    assert metrics(tmp_path)[-1]["train/kl"] == 0
 
 
 def test_batch_invariant_rows_make_the_run_independent_of_the_micro_batch(model, tmp_path):

@@ -62,6 +62,7 @@ def serve_engine(config: Config, connection: Connection) -> None:
     """Iterations of `pretrain_rl.train`, with everything but what it writes to disk."""
     from megatron_omni.checkpoint.distributed import Checkpointer
     from megatron_omni.parallel import state
+    from megatron_omni.rewards.combination import GlobalRewards
     from megatron_omni.training.build import build_parts
     from megatron_omni.training.run import Run
     from pretrain_rl import train
@@ -76,11 +77,13 @@ def serve_engine(config: Config, connection: Connection) -> None:
                 self.config.algorithm.updates_per_iteration = command.updates
                 yield command.iteration
 
-        def finish_iteration(self, iteration, trajectory, rewards, advantages, updates) -> None:
+        def finish_iteration(self, iteration, trajectory) -> None:
             seconds = self.timings.take()
             phases = [seconds[f"time/{phase}"] for phase in ("rollout", "reward_wait", "update")]
-            norm = updates[0].means["train/grad_norm"]
-            connection.send(Outcome(*phases, float(rewards.values.mean()), norm))
+            norm = self.updates[0].means["train/grad_norm"]
+            connection.send(
+                Outcome(*phases, float(GlobalRewards.concatenate(self.rewards).values.mean()), norm)
+            )
 
         def finish(self) -> None:
             pass

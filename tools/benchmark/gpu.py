@@ -23,10 +23,13 @@ from megatron_omni.algorithms.flow_grpo import FlowGrpo
 from megatron_omni.config.schema import Config, LoraConfig, ModelConfig
 from megatron_omni.models.base import ImageSize
 from megatron_omni.models.qwen_image.config import QwenImageConfig
+from megatron_omni.models.qwen_image.mapping import MAPPING
 from megatron_omni.parallel import state
 from megatron_omni.parallel.state import Layout
 from megatron_omni.platforms import current_platform
 from megatron_omni.rollout.megatron.engine import MegatronEngine
+from megatron_omni.rollout.parts import EngineParts
+from megatron_omni.rollout.weights import PolicyWeights
 from tools.benchmark.workload import NEGATIVE_PROMPT, Workload, build_chunks, build_policy, build_updater
 
 PEAK_TFLOPS = {
@@ -172,8 +175,10 @@ class Loop:
         chunks = build_chunks(scale.qwen, config, layout)
         self.algorithm = FlowGrpo(config, sigmas)
         self.updater = build_updater(workload, config, layout, chunks, sigmas)
+        weights = PolicyWeights(chunks, MAPPING, config.lora, lambda: None)
+        embeddings = workload.embeddings(layout.device)
         self.engine = MegatronEngine(
-            config, build_policy(config, chunks), pipeline, workload.embeddings(layout.device), layout.device
+            EngineParts(config, layout, build_policy(config, chunks), weights, pipeline, embeddings)
         )
 
     def iterate(self, rows: int) -> tuple[float, float]:
@@ -184,7 +189,7 @@ class Loop:
         start = self._now()
         (trajectory,) = self.engine.generate(requests)
         drawn = self._now()
-        (batches,) = self.algorithm.micro_batches(trajectory, Advantages(ones, ones, 0.0), rows, 0)
+        batches = self.algorithm.micro_batches(trajectory, Advantages(ones, ones, 0.0), rows, 0)
         self.updater.step(batches)
         return drawn - start, self._now() - drawn
 

@@ -20,8 +20,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from megatron_omni.checkpoint.hf import model_heads
-from megatron_omni.checkpoint.mapping import ADAPTER_SUFFIX, Entry, Kind, Row, match
+from megatron_omni.checkpoint.mapping import ADAPTER_SUFFIX, Entry, Kind, Row, match, model_heads
 from megatron_omni.config.schema import LoraConfig
 from megatron_omni.errors import UserError
 from megatron_omni.sampling.seeds import generator
@@ -217,25 +216,9 @@ def adapters_disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
             adapter.enabled = True
 
 
-@contextmanager
-def adapters_merged(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """The adapted weights with the adapters in them: within the block the model needs no adapters.
-
-    Afterwards the weights are what they were, to the bit; meanwhile the host keeps a copy. The sum is rounded
-    once, from float32 to the weight's dtype.
-    """
-    kept = []
-    with adapters_disabled(chunks):
-        try:
-            with torch.no_grad():
-                for linear, adapter in (pair for chunk in chunks for pair in adapters(chunk)):
-                    kept.append((linear.weight, linear.weight.to("cpu", copy=True)))
-                    linear.weight.copy_(linear.weight.float() + adapter.weight_change())
-            yield
-        finally:
-            with torch.no_grad():
-                for weight, before in kept:
-                    weight.copy_(before)
+def merged_weight(weight: Tensor, adapter: LoRA) -> Tensor:
+    """A layer's weight with its adapter in it, rounded once, from float32 to the weight's dtype."""
+    return (weight.float() + adapter.weight_change()).to(weight.dtype)
 
 
 def _linear_layers(chunk: nn.Module, mapping: Sequence[Row]) -> Iterator[Entry]:

@@ -4,11 +4,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from megatron_omni.cache import BatchCache
-from megatron_omni.config.schema import Config
-from megatron_omni.models.base import Pipeline
-from megatron_omni.parallel.pipeline import ForwardPipeline, Lane
+from megatron_omni.parallel.pipeline import Lane
 from megatron_omni.rollout.base import MicroBatchEngine, RolloutRequest, Trajectory
+from megatron_omni.rollout.parts import EngineParts
 from megatron_omni.sampling.guidance import Guidance
 from megatron_omni.sampling.sampler import Sampler
 from megatron_omni.sampling.seeds import generator
@@ -21,21 +19,13 @@ class MegatronEngine(MicroBatchEngine):
     every replayed log-probability is the same number, bit by bit.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        policy: ForwardPipeline,
-        pipeline: Pipeline,
-        embeddings: BatchCache,
-        device: torch.device,
-    ):
-        """`embeddings` gives each prompt's embedding [T, D]; `policy` runs the modules inside the DDP."""
-        super().__init__(config.training.micro_batch_size)
-        rollout = config.rollout
-        self.policy = policy
+    def __init__(self, parts: EngineParts):
+        super().__init__(parts.config.training.micro_batch_size)
+        rollout, pipeline = parts.config.rollout, parts.pipeline
+        self.policy = parts.policy
         self.pipeline = pipeline
-        self.embeddings = embeddings
-        self.device = device
+        self.embeddings = parts.embeddings
+        self.device = parts.layout.device
         self.negative_prompt = rollout.negative_prompt
         self.size = pipeline.latent_size(rollout.height, rollout.width)
         self.sampler = Sampler(
@@ -43,7 +33,7 @@ class MegatronEngine(MicroBatchEngine):
             noise_level=rollout.noise_level,
             sigmas=pipeline.sigmas(rollout.num_inference_steps, self.size),
             size=self.size,
-            guidance=Guidance(rollout.true_cfg_scale, config.model.batch_invariant),
+            guidance=Guidance(rollout.true_cfg_scale, parts.config.model.batch_invariant),
         )
 
     def draw(self, micro_batches: Iterable[list[RolloutRequest]]) -> Iterator[Trajectory]:
@@ -52,7 +42,9 @@ class MegatronEngine(MicroBatchEngine):
     def _lane(self, requests: list[RolloutRequest]) -> Lane[Trajectory]:
         prompts = [request.prompt for request in requests]
         *embeddings, negative = self.embeddings([*prompts, self.negative_prompt])
-        noise = [self.pipeline.initial_noise(generator(r.seed, "initial"), self.size) for r in requests]
+        noise = [
+            self.pipeline.initial_noise(generator(r.initial_seed, "initial"), self.size) for r in requests
+        ]
         path = yield from self.sampler.sample(
             torch.stack(noise).to(self.device),
             embeddings,
@@ -60,6 +52,7 @@ class MegatronEngine(MicroBatchEngine):
             windows=[request.window for request in requests],
             recorded=[request.trained for request in requests],
             seeds=[request.seed for request in requests],
+            record_means=requests[0].record_means,
         )
         return Trajectory(
             prompts=prompts,
@@ -73,4 +66,5 @@ class MegatronEngine(MicroBatchEngine):
             log_probs=path.log_probs,
             images=self.pipeline.decode_latents(path.clean_latents, self.size).cpu(),
             weight_version=self.weight_version,
+            means=path.means,
         )
