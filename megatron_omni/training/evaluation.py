@@ -23,9 +23,9 @@ class Evaluation:
     """[S, 3, H, W] uint8, of the first prompts."""
     prompts: list[str]
     """Of those pictures."""
-    rewards: list[float]
-    """Of those pictures."""
-    heldout_rewards: list[float] | None
+    rewards: list[float | None]
+    """Of those pictures; none where scoring failed."""
+    heldout_rewards: list[float | None] | None
     """Of those pictures, by the second judge."""
 
 
@@ -80,9 +80,14 @@ class Evaluator:
             metrics,
             torch.cat(images)[kept],
             [request.prompt for request in self.requests[kept]],
-            rewards.values[kept].tolist(),
-            heldout.values[kept].tolist() if heldout else None,
+            _shown(rewards)[kept],
+            _shown(heldout)[kept] if heldout else None,
         )
+
+
+def _shown(rewards: GlobalRewards) -> list[float | None]:
+    pairs = zip(rewards.values.tolist(), rewards.valid.tolist(), strict=True)
+    return [value if valid else None for value, valid in pairs]
 
 
 def _statistics(name: str, rewards: GlobalRewards) -> dict[str, float]:

@@ -24,6 +24,8 @@ SCRIPTS = [
         ("quickstart/flow_grpo_ocr.yaml", [1, 2, 4]),
         ("quickstart/flow_matching.yaml", [1]),
         ("qwen_image/flow_grpo_ocr.yaml", [8, 32]),
+        ("qwen_image/flowgrpo_judge.yaml", [4]),
+        ("qwen_image/flowgrpo_judge_tiny.yaml", [1, 2]),
     ],
 )
 def test_settings_are_valid(name, processes, monkeypatch, tmp_path):
@@ -31,7 +33,8 @@ def test_settings_are_valid(name, processes, monkeypatch, tmp_path):
     config = load_config(ROOT / "examples" / name)
     # What the user brings, or an earlier step makes.
     (tmp_path / "data.jsonl").touch()
-    config.model.model_path = config.model.model_path or str(tmp_path)
+    if not (config.model.model_path and Path(config.model.model_path).is_dir()):
+        config.model.model_path = str(tmp_path)
     if not Path(config.data.train_data).is_file():
         config.data.train_data = str(tmp_path / "data.jsonl")
     for count in processes:

@@ -90,6 +90,13 @@ class JudgeServer:
             target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
         ).start()
 
+    def wait_for(self, in_flight: int) -> None:
+        """Returns once so many requests wait for their answer; fails if that takes too long."""
+        deadline = time.monotonic() + 20
+        while self.in_flight < in_flight:
+            assert time.monotonic() < deadline, f"{self.in_flight} requests in flight, not {in_flight}"
+            time.sleep(0.01)
+
     def stop(self) -> None:
         self.stopping.set()
         self.server.shutdown()

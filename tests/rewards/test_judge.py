@@ -197,8 +197,7 @@ def test_many_batches_are_in_flight_at_once_up_to_the_limit():
         RewardPool("judge_score", 1, 5, options(server.url, concurrency=6, timeout=30.0)) as pool,
     ):
         pending = [pool.submit(*batch(4)) for _ in range(9)]  # returns while nothing is answered
-        while server.in_flight < 6:
-            time.sleep(0.01)
+        server.wait_for(6)
         time.sleep(0.5)
         assert server.in_flight == 6
         held.set()
@@ -229,8 +228,7 @@ def test_samples_in_flight_when_the_scoring_process_is_killed_are_judged_again()
 
     with JudgeServer(script) as server, RewardPool("judge_score", 1, 5, options(server.url)) as pool:
         pending = pool.submit(*batch(8))
-        while server.in_flight < 8:
-            time.sleep(0.01)
+        server.wait_for(8)
         os.kill(pool._workers[0].process.pid, signal.SIGKILL)
         held.set()
         result = pending.result()

@@ -1,5 +1,6 @@
 """`tools/memory.py` as its user runs it, beside what a run says of itself."""
 
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,16 @@ FLAGS = {"lora_rank": 4, "bf16": True, "use_distributed_optimizer": True, "rewar
 KINDS = ("parameters", "gradients", "optimizer", "activations")
 
 
+ROOT = Path(__file__).parents[2]
+
+
+def call(*command: object) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
 def kinds(text: str) -> dict[str, float]:
     """GiB of each kind."""
     return {kind: float(re.search(rf"{kind} ([\d.e-]+)", text)[1]) for kind in KINDS}
@@ -25,16 +36,16 @@ def model(tmp_path_factory) -> Path:
 
 
 def say(model: Path, *line: str) -> dict[str, float]:
-    settings = [*line, "--model-path", str(model)]
-    command = [sys.executable, "tools/memory.py", *settings]
-    return kinds(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    done = call("tools/memory.py", *line, "--model-path", model)
+    assert done.returncode == 0, done.stderr
+    return kinds(done.stdout)
 
 
 def test_it_says_what_a_run_says(model, tmp_path):
     line = arguments(model, tmp_path, train_iters=1, **FLAGS)
-    command = [sys.executable, "pretrain_rl.py", *line]
-    run = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    reported = kinds(re.search(r"estimated: (.*?)memory: ", run.replace("\n", " "))[1])
+    run = call("pretrain_rl.py", *line)
+    assert run.returncode == 0, run.stderr
+    reported = kinds(re.search(r"estimated: (.*?)memory: ", run.stdout.replace("\n", " "))[1])
     said = say(model, *line)
     assert said.pop("activations") == pytest.approx(reported.pop("activations"), rel=0.2)  # other prompts
     assert said == reported
@@ -48,7 +59,7 @@ def test_a_layout_without_its_processes_is_counted(model):
 
 
 def test_a_layout_that_the_model_cannot_have_is_explained(model):
-    line = ["--processes", "3", "--tensor-model-parallel-size", "3", "--model-path", model]
-    done = subprocess.run([sys.executable, "tools/memory.py", *line], capture_output=True, text=True)
+    flags = ["--processes", 3, "--tensor-model-parallel-size", 3]
+    done = call("tools/memory.py", *flags, "--model-path", model)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr

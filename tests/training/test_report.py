@@ -180,7 +180,7 @@ def test_the_page_is_one_self_contained_small_file(healthy, tmp_path):
     assert path.stat().st_size < 1.5e6
     assert len(page.ids) == len(set(page.ids))
     assert all(source.startswith(("data:image/", "#")) for source in page.sources)
-    assert not re.search(r"https?://|@import|<script|<link", text)
+    assert not re.search(r"(src|href)\s*=\s*.?https?://|url\(.?http|@import|<script|<link", text)
     assert sorted(item.name for item in run.iterdir() if item.suffix in (".html", ".tmp")) == ["report.html"]
 
 

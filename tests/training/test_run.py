@@ -1,8 +1,6 @@
 """Whole runs: exact replay, layouts that agree, and outputs where the manual says."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from PIL import Image
 from megatron_omni.sampling.seeds import derive_seed, generator
 from tests.models.pipeline_builder import tiny_pipeline_folder
 from tests.training.command_line import arguments, assert_close, launch, metrics, reproducible
+from tools.checkpoint import convert
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +125,8 @@ def test_bfloat16_with_master_weights_and_a_reference_policy(model, tmp_path):
 def release(reference, tmp_path_factory) -> Path:
     """Trained weights as a `release` checkpoint."""
     folder = tmp_path_factory.mktemp("release") / "out"
-    tool = [sys.executable, "tools/checkpoint/convert.py", "hf-to-megatron"]
-    folders = ["--load-dir", reference / "runs/run/hf", "--save-dir", folder]
-    subprocess.run([*tool, *folders], check=True, stdout=subprocess.DEVNULL)
+    source = reference / "runs/run/hf"
+    assert convert.main(["hf-to-megatron", "--load-dir", str(source), "--save-dir", str(folder)]) == 0
     return folder
 
 
