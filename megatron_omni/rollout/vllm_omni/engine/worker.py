@@ -14,6 +14,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelL
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 from vllm_omni.lora.request import LoRARequest
 
+from megatron_omni.platforms import current_platform
 from megatron_omni.rollout.vllm_omni.transport import Bucket, Receiver, checksum
 
 TIMEOUT = 300.0
@@ -46,6 +47,7 @@ class RolloutWorkerExtension(CustomPipelineWorkerExtension):
             return
         self.received |= tensors.keys()
         self.unknown |= load_tensors(self.model_runner.pipeline.transformer, tensors)
+        current_platform().synchronize()  # the trainer is about to fill the bucket anew
 
     def end_weights(self, names: list[str] | None) -> dict[str, Any]:
         """{"checksum", "missing", "unknown"}; missing is what the model or `names` has and did not come."""
