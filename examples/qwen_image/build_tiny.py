@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+from transformers.utils import logging
 
 from tests.models.pipeline_builder import tiny_pipeline_folder
 from tests.models.vl_builder import build_tiny_qwen_vl
@@ -29,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
+    logging.disable_progress_bar()
     tiny_pipeline_folder(folder / "policy")
     make_terse(build_tiny_qwen_vl(folder / "judge"))
 

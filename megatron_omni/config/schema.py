@@ -117,11 +117,11 @@ class VllmOmniConfig:
     """The rollout engine vllm_omni: engines in processes of their own, to which weights are sent."""
 
     rollout_urls: tuple[str, ...] = ()
-    """Engines that run already, a multiple of the data-parallel size; else each replica starts one."""
+    """Engines that run already, a multiple of the data-parallel size; else each replica starts its own."""
     rollout_python: str = ".venv-rollout/bin/python"
     """Python of the environment that vLLM-Omni is installed in, for engines that the run starts."""
     rollout_tensor_parallel_size: int = 1
-    """Workers of each engine."""
+    """Workers of each engine. A replica starts as many engines as its devices have room for."""
     rollout_max_num_seqs: int = 8
     """Samples that an engine draws together, step by step."""
     rollout_timeout: float = 600.0

@@ -1,6 +1,7 @@
 """Processes and the groups they form."""
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -64,6 +65,14 @@ class Layout:
     def leads_replica(self) -> bool:
         """Whether this process does what one process of each replica does, such as scoring samples."""
         return self.tensor_rank == self.pipeline_rank == self.context_rank == 0
+
+    def replica_devices(self) -> list[int]:
+        """Numbers of this replica's devices on its leader's host. Collective over all processes."""
+        place = (self.data_rank, socket.gethostname(), self.device.index or 0)
+        places = [place] * self.world_size
+        dist.all_gather_object(places, place)
+        own = [(host, number) for replica, host, number in places if replica == self.data_rank]
+        return [number for host, number in own if host == own[0][0]]
 
     def gather_data_parallel(self, tensor: Tensor) -> Tensor:
         """The tensors of all data-parallel ranks, of equal shape, joined along the last dimension."""

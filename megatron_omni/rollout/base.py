@@ -101,6 +101,9 @@ class Trajectory:
 class RolloutEngine(Protocol):
     """Draws trajectories: the same request gives the same one, up to the engine's stated error."""
 
+    samples_policy: bool
+    """Whether the model in training draws its pictures; then evaluations are drawn by it, too."""
+
     def generate(self, requests: list[RolloutRequest]) -> Iterable[Trajectory]:
         """Trajectories in the order of the requests, one per micro-batch as it is finished.
 
@@ -123,6 +126,8 @@ class RolloutEngine(Protocol):
 
 class MicroBatchEngine(ABC):
     """A `RolloutEngine` that draws micro-batch by micro-batch on the trainer's own process."""
+
+    samples_policy = True
 
     def __init__(self, micro_batch_size: int):
         self.micro_batch_size = micro_batch_size

@@ -16,6 +16,8 @@ CACHED_IMAGES = 32768
 class ImageEngine(MicroBatchEngine):
     """Encodes the picture that each request's metadata names under "image"; each is encoded once."""
 
+    samples_policy = False
+
     def __init__(self, parts: EngineParts):
         config = parts.config
         super().__init__(config.training.micro_batch_size)

@@ -95,12 +95,13 @@ def build_parts(config: Config, layout: Layout) -> Parts:
     optimization = build_optimization(config, chunks)
     weights = PolicyWeights(chunks, family.mapping, config.lora, optimization.gather_parameters)
     parts = EngineParts(config, layout, policy, weights, pipeline, embeddings)
+    engine = ENGINES.get(config.rollout.rollout_engine)(parts)
     return Parts(
         family=family,
         optimization=optimization,
         memory=memory,
         prompts=prompts,
-        engine=ENGINES.get(config.rollout.rollout_engine)(parts),
+        engine=engine,
         algorithm=algorithm,
         scorer=scorer,
         updater=Updater(
@@ -116,7 +117,7 @@ def build_parts(config: Config, layout: Layout) -> Parts:
         evaluator=Evaluator(
             config,
             layout,
-            MegatronEngine(parts),
+            engine if engine.samples_policy else MegatronEngine(parts),
             heldout,
             scorer,
             open_heldout_scorer(config, layout, heldout),

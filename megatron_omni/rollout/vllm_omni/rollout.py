@@ -39,27 +39,20 @@ class VllmOmniEngine:
     `UserError` on all processes of the replica when that happens too often without a sample in between.
     """
 
+    samples_policy = True
+
     def __init__(self, parts: EngineParts):
         config = parts.config
         self.parts = parts
         self.config, self.layout, self.weights = config, parts.layout, parts.weights
         self.micro_batch_size = config.training.micro_batch_size
         self.weight_version = 0
-        urls = config.vllm_omni.rollout_urls
-        if len(urls) % self.layout.data_size:
-            raise UserError(
-                f"rollout_urls names {len(urls)} engines for {self.layout.data_size} data-parallel replicas: "
-                "give a multiple."
-            )
-        self.engines = range(max(1, len(urls) // self.layout.data_size))
         self.dtype = torch.bfloat16 if config.model.bf16 else torch.float32
+        places = running_engines(config, self.layout) or own_devices(config, self.layout)
+        self.engines = range(len(places))
         self.links: list[Link] = []
         if self.layout.leads_replica:
-            hosts = [
-                RunningEngine(url, config.vllm_omni.rollout_timeout)
-                for url in urls[self.layout.data_rank :: self.layout.data_size]
-            ] or [own_engine(config, self.layout)]
-            self.links = [Link(host, config, self.layout.device) for host in hosts]
+            self.links = [Link(open_host(place, config), config, self.layout.device) for place in places]
 
     def generate(self, requests: list[RolloutRequest]) -> Iterator[Trajectory]:
         self._send_weights(self._while_leader(self._out_of_date))
@@ -76,8 +69,7 @@ class VllmOmniEngine:
                 yield self._share(self._trajectory(answered, samples) if samples else None)
         finally:
             drawing.close()
-        for link in self.links:
-            link.rest()
+        self._while_leader(self._rest)
 
     def update_weights(self, version: int) -> None:
         self.weight_version = version
@@ -99,7 +91,16 @@ class VllmOmniEngine:
 
     def _out_of_date(self) -> list[int]:
         """Numbers of the engines that do not hold the current weights."""
-        return [number for number, link in enumerate(self.links) if not link.holds(self.weight_version)]
+        held = self._of_all(lambda link: link.holds(self.weight_version))
+        return [number for number, current in enumerate(held) if not current]
+
+    def _rest(self) -> None:
+        self._of_all(Link.rest)
+
+    def _of_all(self, function: Callable[["Link"], Any]) -> list[Any]:
+        """What it returns for each link, asked at the same time."""
+        with ThreadPoolExecutor(len(self.links)) as threads:
+            return list(threads.map(function, self.links))
 
     def _send_weights(self, engines: list[int]) -> None:
         """Until these engines hold the current weights. Collective over the replica."""
@@ -210,7 +211,6 @@ class Link:
         self.host, self.config, self.device = host, config, device
         self.settings = config.vllm_omni
         self.client: EngineClient | None = None
-        self.sender: Sender | None = None
         self.restarts = self.sent_bytes = 0
         """Since they were last reported."""
         self.losses = 0
@@ -247,10 +247,11 @@ class Link:
         if adapter:
             settings = {"rank": self.config.lora.lora_rank, "alpha": self.config.lora.lora_alpha}
         try:
-            sender = self._open_sender()
-            self.client.begin_weights(version, sender.description, settings)
-            sent = push(tensors, sender, self.client.load_bucket, dtype)
-            check_held(self.client.end_weights(sent.names), sent, version)
+            with self._open_sender() as sender:
+                self.client.begin_weights(version, sender.description, settings)
+                sent = push(tensors, sender, self.client.load_bucket, dtype)
+                held = self.client.end_weights(sent.names)
+            check_held(held, sent, version)
         except (EngineLostError, TransportError) as error:
             self.lost(error)
             return False
@@ -286,24 +287,21 @@ class Link:
             ) from error
 
     def close(self) -> None:
-        if self.sender:
-            self.sender.close()
-        self.client = self.sender = None
+        self.client = None
         self.host.close()
 
     def _open_sender(self) -> Sender:
-        if self.sender is None:
-            folder = self.settings.weight_transfer_folder
-            self.sender = open_sender(
-                self.settings.weight_transfer,
-                self.settings.weight_transfer_bucket_mib * 2**20,
-                self.settings.rollout_tensor_parallel_size,
-                self.device,
-                Path(folder) if folder else None,
-                min(self.settings.rollout_timeout, 30 * self.config.parallel.distributed_timeout_minutes),
-                self.client.host,
-            )
-        return self.sender
+        """For one update: no memory is held while training."""
+        folder = self.settings.weight_transfer_folder
+        return open_sender(
+            self.settings.weight_transfer,
+            self.settings.weight_transfer_bucket_mib * 2**20,
+            self.settings.rollout_tensor_parallel_size,
+            self.device,
+            Path(folder) if folder else None,
+            min(self.settings.rollout_timeout, 30 * self.config.parallel.distributed_timeout_minutes),
+            self.client.host,
+        )
 
 
 class Drawing:
@@ -355,12 +353,36 @@ class Drawing:
         return self.threads[number].submit(self.links[number].draw, self.requests[index], self.version)
 
 
-def own_engine(config: Config, layout: Layout) -> EngineProcess:
-    """On the first devices of this replica."""
-    first = layout.device.index or 0
-    workers = range(first, first + config.vllm_omni.rollout_tensor_parallel_size)
-    devices = current_platform().visible_devices(workers)
-    return EngineProcess(config.vllm_omni, config.model.model_path, config.model.bf16, devices)
+def running_engines(config: Config, layout: Layout) -> list[str]:
+    """Addresses of this replica's share of `rollout_urls`."""
+    urls = config.vllm_omni.rollout_urls
+    if len(urls) % layout.data_size:
+        raise UserError(
+            f"rollout_urls names {len(urls)} engines for {layout.data_size} data-parallel replicas: give a "
+            "multiple."
+        )
+    return list(urls[layout.data_rank :: layout.data_size])
+
+
+def own_devices(config: Config, layout: Layout) -> list[list[int]]:
+    """Devices of each engine that this replica starts: as many engines as its devices have room for."""
+    devices, size = layout.replica_devices(), config.vllm_omni.rollout_tensor_parallel_size
+    if size > len(devices):
+        raise UserError(
+            f"rollout_tensor_parallel_size {size} is more than the {len(devices)} devices that a "
+            "data-parallel replica has on one host: lower it, or start engines elsewhere and name them in "
+            "rollout_urls."
+        )
+    return [devices[start : start + size] for start in range(0, len(devices) - size + 1, size)]
+
+
+def open_host(place: str | list[int], config: Config) -> Host:
+    """Of an engine at an address, or of one that is started on these devices."""
+    settings = config.vllm_omni
+    if isinstance(place, str):
+        return RunningEngine(place, settings.rollout_timeout)
+    devices = current_platform().visible_devices(place)
+    return EngineProcess(settings, config.model.model_path, config.model.bf16, devices)
 
 
 def check_held(held: HeldWeights, sent: PushResult, version: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_omni.config.schema import Config
 from megatron_omni.errors import UserError
-from megatron_omni.parallel.state import initialize
+from megatron_omni.parallel.state import Layout, initialize
 from megatron_omni.rollout.base import RolloutRequest, Trajectory
 from megatron_omni.rollout.megatron.engine import MegatronEngine
 from megatron_omni.rollout.vllm_omni.rollout import VllmOmniEngine
@@ -36,7 +36,7 @@ RUNS = {
             "weight_transfer": "process_group",
         },
     ),
-    "pipeline, adapters alone, folder": (
+    "pipeline, two engines, adapters alone, folder": (
         2,
         {"pipeline_model_parallel_size": 2, "lora_rank": 2, "lora_transfer": "adapter"}
         | {"weight_transfer": "folder", "weight_transfer_folder": "weights"},
@@ -60,6 +60,9 @@ def test_a_run_samples_what_it_would_sample_in_place(model_folder, tmp_path, pro
         assert [outcome.status for outcome in outcomes] == [0] * processes, outcomes
     sampled, in_place = metrics(tmp_path / "vllm"), metrics(tmp_path / "in_place")
     assert len(sampled) == len(in_place) == 4
+    for row, expected in zip(sampled, in_place, strict=True):
+        if "eval/reward_mean" in expected:
+            assert row["eval/reward_mean"] == pytest.approx(expected["eval/reward_mean"], abs=1e-3)
     for row, expected in zip(sampled[1:], in_place[1:], strict=True):
         assert row["consistency/log_prob_abs_diff_max"] < ERROR
         assert row["consistency/weight_version"] == expected["consistency/weight_version"]
@@ -129,9 +132,11 @@ class Scene:
 
 
 def losing_engines(settings: Config) -> list[float]:
-    """How often engines were started anew, step by step."""
+    """How often engines were started anew, step by step. The process has room for two."""
+    Layout.replica_devices = lambda layout: [0, 1]
     scene = Scene(settings)
     engine, restarts = scene.engine, []
+    assert len(engine.links) == 2
 
     def note() -> None:
         restarts.append(engine.metrics()["rollout/engine_restarts"])
