@@ -60,15 +60,20 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole model's tensors, in the parameters' dtype, under their Hugging Face names. Collective.
 
-    Every rank gets them, on its device: the model's with its adapters merged into it, or, with the adapters'
-    table and `of_adapters`, theirs alone. One parameter at a time travels: the stage that holds it sends each
-    share to the same tensor-parallel rank of the other stages, then the tensor-parallel ranks gather. So all
-    ranks must take all tensors.
+    Every rank gets them, on its device: the model's with its enabled adapters merged into it, or, with the
+    adapters' table and `of_adapters`, theirs alone. One parameter at a time travels: the stage that holds it
+    sends each share to the same tensor-parallel rank of the other stages, then the tensor-parallel ranks
+    gather. So all ranks must take all tensors.
     """
     own, whole = own_parameters(chunks, of_adapters), whole_model(chunks, of_adapters)
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     device = next(iter(own.values())).device
-    adapter_of = {id(linear.weight): adapter for chunk in chunks for linear, adapter in adapters(chunk)}
+    adapter_of = {
+        id(linear.weight): adapter
+        for chunk in chunks
+        for linear, adapter in adapters(chunk)
+        if adapter.enabled
+    }
     for entry in match(mapping, whole, model_heads(chunks)):
         shard = own.get(entry.megatron)
         if id(shard) in adapter_of:

@@ -80,6 +80,7 @@ def _out_of_range(config: Config) -> Iterator[str]:
 def _impossible(config: Config, world_size: int) -> Iterator[str]:
     yield from _paths(config)
     yield from _rewards(config)
+    yield from _engine(config)
     yield from _recomputation(config)
     yield from _layout(config, world_size)
     yield from _window(config)
@@ -111,12 +112,35 @@ def _rewards(config: Config) -> Iterator[str]:
     for setting, urls in (("judge_urls", config.judge.judge_urls), ("http_urls", config.http.http_urls)):
         if not urls:
             yield f"{setting} names no server"
-        for url in urls:
-            if not url.startswith(("http://", "https://")):
-                yield f"{setting} {url!r} must begin with http:// or https://"
+        yield from _urls(setting, urls)
     templates = config.judge.judge_templates
     if templates and not Path(templates).is_dir():
         yield f"judge_templates {templates!r} is not a folder"
+
+
+def _urls(setting: str, urls: tuple[str, ...]) -> Iterator[str]:
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            yield f"{setting} {url!r} must begin with http:// or https://"
+
+
+def _engine(config: Config) -> Iterator[str]:
+    settings, parallel = config.vllm_omni, config.parallel
+    yield from _urls("rollout_urls", settings.rollout_urls)
+    if settings.weight_transfer == "folder" and not settings.weight_transfer_folder:
+        yield "weight_transfer folder needs weight_transfer_folder"
+    if settings.lora_transfer == "adapter" and not config.lora.lora_rank:
+        yield "lora_transfer adapter needs lora_rank: without adapters the whole model is sent"
+    replica = (
+        parallel.tensor_model_parallel_size
+        * parallel.pipeline_model_parallel_size
+        * parallel.context_parallel_size
+    )
+    if settings.rollout_tensor_parallel_size > replica and not settings.rollout_urls:
+        yield (
+            f"rollout_tensor_parallel_size {settings.rollout_tensor_parallel_size} is more than the "
+            f"{replica} processes of a replica: lower it, or name engines that run elsewhere in rollout_urls"
+        )
 
 
 def _recomputation(config: Config) -> Iterator[str]:

@@ -1,5 +1,6 @@
-"""Saying which rank failed, on the ranks that waited for it."""
+"""Waiting for other ranks, and saying which failed."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -7,6 +8,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron_omni.errors import UserError
+
+ENDED = "ended"
+"""Key of the number of ranks that have left a note."""
 
 
 class LostRanksError(UserError):
@@ -27,6 +31,7 @@ def naming_lost_ranks(wait: timedelta = timedelta(seconds=10)) -> Iterator[None]
         communication = _is_communication_error(error)
         try:
             store = dist.distributed_c10d._get_default_store()
+            store.add(ENDED, 1)
             store.set(_key(dist.get_rank()), "" if communication else f"{type(error).__name__}: {error}")
             notes = _read_notes(store, wait) if communication else {}
         except dist.DistError as store_error:
@@ -36,13 +41,29 @@ def naming_lost_ranks(wait: timedelta = timedelta(seconds=10)) -> Iterator[None]
         raise LostRanksError(_describe(notes, wait)) from error
 
 
+def meet(number: int, limit: float) -> None:
+    """Wait until all ranks have called this `number` times (from 1): longer than a collective may last.
+
+    Raises `DistError`, as collectives do, if a rank has failed meanwhile or `limit` seconds have passed.
+    """
+    store, ranks = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    key, deadline = f"met/{number}", time.monotonic() + limit
+    if store.add("arrived", 1) == number * ranks:
+        store.set(key, "")
+        store.delete_key(f"met/{number - 1}")
+    while not store.check([key]):
+        time.sleep(0.1)
+        if store.add(ENDED, 0) or time.monotonic() > deadline:
+            raise dist.DistError(f"not all ranks have come within {limit:g} s, or one has failed")
+
+
 def _is_communication_error(error: Exception) -> bool:
     """Gloo's are plain RuntimeErrors that tell the source file."""
     return isinstance(error, dist.DistError) or "/gloo/transport/" in str(error)
 
 
 def _key(rank: int) -> str:
-    return f"ended/{rank}"
+    return f"{ENDED}/{rank}"
 
 
 def _read_notes(store: dist.Store, wait: timedelta) -> dict[int, str | None]:

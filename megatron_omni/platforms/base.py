@@ -42,6 +42,10 @@ class Platform(ABC):
         """Wait for all work queued on the current device."""
 
     @abstractmethod
+    def empty_cache(self) -> None:
+        """Give device memory that is kept for later back to other processes."""
+
+    @abstractmethod
     def peak_memory_gib(self) -> float:
         """Highest use of device memory since the last reset, in GiB; on a CPU, of resident memory."""
 

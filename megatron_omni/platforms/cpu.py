@@ -28,6 +28,9 @@ class CpuPlatform(Platform):
     def synchronize(self) -> None:
         pass
 
+    def empty_cache(self) -> None:
+        pass
+
     def peak_memory_gib(self) -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 

@@ -29,6 +29,9 @@ class CudaPlatform(Platform):
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
     def peak_memory_gib(self) -> float:
         return torch.cuda.max_memory_allocated() / 2**30
 

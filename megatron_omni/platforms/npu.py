@@ -26,6 +26,9 @@ class NpuPlatform(Platform):
     def synchronize(self) -> None:
         torch.npu.synchronize()
 
+    def empty_cache(self) -> None:
+        torch.npu.empty_cache()
+
     def peak_memory_gib(self) -> float:
         return torch.npu.max_memory_allocated() / 2**30
 

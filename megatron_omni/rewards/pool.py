@@ -183,6 +183,7 @@ class _Worker:
         """The reply. Raises `_WorkerLost`, or `UserError` if a lost process cannot be started again."""
         with self._starting:
             if self.process.ended():
+                self.process.kill()  # what it has left of its group
                 self.start()
             process = self.process
         return process.ask(request, pixels, timeout)
@@ -219,15 +220,20 @@ class _Process:
         self._numbers = itertools.count()
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
         self._sending = threading.Lock()
+        self._reaping = threading.Lock()
         threading.Thread(target=self._receive, name="reward replies", daemon=True).start()
 
     def ended(self) -> bool:
-        return self._process.poll() is not None
+        """Whether it has ended. Until `kill` has reaped it, no other group can get its number."""
+        with self._reaping:
+            if self._process.returncode is not None:
+                return True
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def ask(self, request: dict[str, Any], pixels: np.ndarray | None, timeout: float) -> dict[str, Any]:
         """The reply. Raises `_WorkerLost`; after `timeout` seconds the process is killed."""
         deadline = time.monotonic() + timeout
-        timer = threading.Timer(timeout, self.kill)  # which closes the pipe, whether we send or wait
+        timer = threading.Timer(timeout, self.kill)  # which ends sending and waiting
         timer.start()
         number, reply = next(self._numbers), Future()
         self._waiting[number] = reply
@@ -248,18 +254,20 @@ class _Process:
             timer.cancel()
 
     def kill(self) -> None:
-        """End the process and all it started."""
-        if not self.ended():
-            with suppress(ProcessLookupError):  # it ended meanwhile
+        """End the process and all it started, which may have the pipe open even if the process has ended."""
+        with self._reaping:
+            if self._process.returncode is None:
                 os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+                self._process.wait()
 
     def _receive(self) -> None:
         """Hands replies to those who wait for them, until the pipe closes."""
-        with self._connection, suppress(EOFError, OSError):
+        with suppress(EOFError, OSError):
             while True:
                 reply = json.loads(self._connection.recv_bytes())
                 self._waiting.pop(reply["number"]).set_result(reply)
+        with self._sending:  # not for long: nobody has the other end open
+            self._connection.close()
         # Whoever asks from now on cannot send.
         for reply in list(self._waiting.values()):
             reply.set_exception(EOFError())

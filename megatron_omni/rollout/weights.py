@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatron_omni.checkpoint.hf import hf_tensors
 from megatron_omni.checkpoint.mapping import Row
 from megatron_omni.config.schema import LoraConfig
-from megatron_omni.models.layers.lora import adapter_mapping
+from megatron_omni.models.layers.lora import adapter_mapping, adapters_disabled
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,11 @@ class PolicyWeights:
     def model(self) -> Iterator[tuple[str, Tensor]]:
         """The whole model, with its adapters merged into it."""
         return hf_tensors(self.chunks, self.mapping)
+
+    def base(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole model without its adapters."""
+        with adapters_disabled(self.chunks):
+            yield from self.model()
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """The adapters alone, such as `transformer_blocks.0.attn.to_q.lora_A.weight`."""

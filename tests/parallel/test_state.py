@@ -1,7 +1,9 @@
 """Process groups, what a layout gathers, and isolation of jobs on one host."""
 
 import os
+import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,22 @@ def test_tensor_parallel_ranks_are_neighbours_and_data_parallelism_takes_what_is
         [[2, 3], [1, 3]],
     ]
     assert {(r.world_size, r.tensor_size, r.data_size) for r, _, _ in ranks} == {(4, 2, 2)}
+
+
+def devices(config: ParallelConfig, last_host: str) -> list[int]:
+    """Of a replica, were these processes on devices, and the last one on `last_host`."""
+    layout = initialize(config, seed=0)
+    if layout.rank == layout.world_size - 1:
+        socket.gethostname = lambda: last_host
+    return replace(layout, device=torch.device("cuda", layout.rank)).replica_devices()
+
+
+def test_a_replica_knows_its_devices_on_the_leaders_host():
+    here = socket.gethostname()
+    assert run_distributed(devices, 4, TP2, here) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    pipeline = ParallelConfig(pipeline_model_parallel_size=2)  # replicas are not neighbours
+    assert run_distributed(devices, 4, pipeline, here) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert run_distributed(devices, 4, pipeline, "elsewhere") == [[0, 2], [1], [0, 2], [1]]
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,12 @@ def _act(row):
             child = subprocess.Popen(["sleep", "1000"])
             Path(row["mark"]).write_text(str(child.pid))
             child.wait()
+        case "die with a fork":
+            child = os.fork()
+            if not child:
+                time.sleep(1000)
+            Path(row["mark"]).write_text(str(child))
+            os._exit(1)
         case "sleep":
             time.sleep(row["seconds"])
             return os.getpid()

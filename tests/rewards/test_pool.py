@@ -5,6 +5,7 @@ import sys
 import textwrap
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,33 @@ def test_a_timeout_masks_the_share_within_a_bounded_time(mishap, tmp_path):
         if mishap == "hang in a child":
             assert wait_until(lambda: not alive(int((tmp_path / "child").read_text())))
         assert pool.submit(images(4), rows(4)).result().valid.all()
+
+
+def test_a_process_that_dies_leaving_a_fork_masks_its_share_within_a_bounded_time(tmp_path):
+    """The fork holds the pipe."""
+    metadata = rows(1, _0="die with a fork")
+    metadata[0]["mark"] = str(tmp_path / "child")
+    with RewardPool(REWARD, workers=1, timeout=1) as pool:
+        pending = pool.submit(images(1), metadata)
+        assert wait_until(pending.done)
+        assert not pending.result().valid.any()
+        assert wait_until(lambda: not alive(int((tmp_path / "child").read_text())))
+        assert pool.submit(images(4), rows(4)).result().valid.all()
+
+
+def test_a_process_that_dies_while_a_batch_is_sent_to_it_is_replaced(monkeypatch):
+    def slowly(connection: Connection, data: memoryview) -> None:
+        while data:
+            data = data[os.write(connection._handle, data[:8192]) :]
+            time.sleep(0.01)
+
+    with RewardPool(REWARD, workers=1, timeout=10) as pool:
+        monkeypatch.setattr(Connection, "_send", slowly)
+        pending = pool.submit(images(4, 512, 512), rows(4))
+        time.sleep(0.1)
+        os.kill(pids(pool)[0], signal.SIGKILL)
+        assert pending.result().valid.all()
+        assert pool.restarts == 1
 
 
 def test_a_stopped_process_does_not_block_a_big_batch():

@@ -2,7 +2,7 @@
 
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -16,6 +16,7 @@ from megatron_omni.rollout.vllm_omni.transport.background import in_background
 
 CONNECT_TIMEOUT = 10.0
 """Seconds."""
+Answer = TypeVar("Answer")
 
 
 class EngineLostError(Exception):
@@ -26,8 +27,10 @@ class EngineLostError(Exception):
 class Health:
     engine_id: str
     """New at each start of the engine."""
-    weight_version: int | None
+    weight_version: str | None
     """None: the weights it was started with."""
+    model_version: str | None
+    """The same of the weights without an adapter."""
     asleep: bool
 
 
@@ -35,7 +38,7 @@ class Health:
 class HeldWeights:
     """What the engine says of itself after a transfer."""
 
-    version: int
+    version: str
     checksum: int
     missing: list[str]
     unknown: list[str]
@@ -57,10 +60,14 @@ class EngineClient:
         """Name or address of the engine's machine."""
         return urlsplit(self.url).hostname
 
-    def health(self) -> Health:
-        return Health(**self._json("GET", "/health"))
+    def within(self, timeout: float) -> "EngineClient":
+        """The same engine, if it answers sooner."""
+        return EngineClient(self.url, min(self.timeout, timeout))
 
-    def generate(self, request: SampleRequest) -> tuple[int | None, dict[str, np.ndarray]]:
+    def health(self) -> Health:
+        return self._answer(Health, "GET", "/health")
+
+    def generate(self, request: SampleRequest) -> tuple[str | None, dict[str, np.ndarray]]:
         """The version of the weights that drew the sample, and its arrays."""
         try:
             metadata, arrays = wire.unpack(self._call("POST", "/generate", asdict(request)).content)
@@ -74,7 +81,7 @@ class EngineClient:
     def wake(self) -> None:
         self._call("POST", "/wake")
 
-    def begin_weights(self, version: int, transport: dict[str, Any], adapter: dict[str, Any] | None) -> None:
+    def begin_weights(self, version: str, transport: dict[str, Any], adapter: dict[str, Any] | None) -> None:
         """`adapter`: {"rank", "alpha"} if an adapter is to come, and not a model."""
         kind = "model" if adapter is None else "adapter"
         update = {"version": version, "transport": transport, "kind": kind, "adapter": adapter}
@@ -84,10 +91,14 @@ class EngineClient:
         return in_background(self._call, "POST", "/weights/bucket", bucket.to_json())
 
     def end_weights(self, names: list[str]) -> HeldWeights:
-        return HeldWeights(**self._json("POST", "/weights/end", {"names": names}))
+        return self._answer(HeldWeights, "POST", "/weights/end", {"names": names})
 
-    def _json(self, method: str, path: str, body: Any = None) -> Any:
-        return self._call(method, path, body).json()
+    def _answer(self, kind: type[Answer], method: str, path: str, body: Any = None) -> Answer:
+        answer = self._call(method, path, body)
+        try:
+            return kind(**answer.json())
+        except (ValueError, TypeError):
+            raise UserError(f"what answers at {self.url} is no rollout engine: {answer.text[:200]}") from None
 
     def _call(self, method: str, path: str, body: Any = None) -> requests.Response:
         with requests.Session() as session:

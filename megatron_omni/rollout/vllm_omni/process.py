@@ -16,7 +16,9 @@ from megatron_omni.rollout.vllm_omni.client import EngineClient, EngineLostError
 
 POLL = 0.1
 """Seconds between two looks at an engine that is starting."""
-LAST_WORDS = 2000
+GRACE = 20.0
+"""Seconds that an engine has to end in order."""
+LAST_WORDS = 1000
 """Characters of the log of an engine that has ended."""
 
 
@@ -34,8 +36,16 @@ class Host(ABC):
         """
 
     @abstractmethod
+    def last_words(self) -> str:
+        """What it said last, as far as that is known here."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End what `open` started at once, however it is."""
+
+    @abstractmethod
     def close(self) -> None:
-        """End what `open` started, however it is."""
+        """End it in order."""
 
 
 class RunningEngine(Host):
@@ -56,6 +66,12 @@ class RunningEngine(Host):
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(POLL)
+
+    def last_words(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -81,6 +97,8 @@ class EngineProcess(Host):
         self.log = Path(self.folder.name) / "log"
         self.ready_file = Path(self.folder.name) / "ready"
         self.process: subprocess.Popen | None = None
+        self.was_ready = False
+        """Whether it can start at all."""
         self._start()
 
     def open(self) -> EngineClient:
@@ -89,18 +107,23 @@ class EngineProcess(Host):
         deadline = time.monotonic() + self.settings.rollout_timeout
         while not self.ready_file.exists():
             if self.process.poll() is not None:
-                error = f"the rollout engine ended while starting:\n{self._last_words()}"
-                raise UserError(error) if self.process.returncode == 2 else EngineLostError(error)
+                if not self.was_ready:
+                    raise UserError(f"the rollout engine cannot start:\n{self.last_words()}")
+                raise EngineLostError("the rollout engine ended while starting")
             if time.monotonic() > deadline:
                 raise EngineLostError(
                     f"the rollout engine was not ready within {self.settings.rollout_timeout:g} s"
                 )
             time.sleep(POLL)
+        self.was_ready = True
         return EngineClient(
             json.loads(self.ready_file.read_text())["url"], timeout=self.settings.rollout_timeout
         )
 
-    def close(self) -> None:
+    def last_words(self) -> str:
+        return self.log.read_text(errors="replace")[-LAST_WORDS:].strip()
+
+    def kill(self) -> None:
         if self.process is None:
             return
         with suppress(ProcessLookupError):
@@ -108,6 +131,24 @@ class EngineProcess(Host):
         self.process.wait()
         self.process = None
         self.ready_file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self.process:
+            self.process.terminate()  # then it and its workers leave nothing in shared memory
+            deadline = time.monotonic() + GRACE
+            while self._is_running() and time.monotonic() < deadline:
+                time.sleep(POLL)
+        self.kill()
+        self.folder.cleanup()
+
+    def _is_running(self) -> bool:
+        """It or one of its workers."""
+        self.process.poll()
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
 
     def _start(self) -> None:
         command = [
@@ -117,18 +158,15 @@ class EngineProcess(Host):
             *("--max-num-seqs", str(self.settings.rollout_max_num_seqs)),
             *("--ready-file", str(self.ready_file), "--parent", str(os.getpid())),
         ]
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=_own_environment() | self.devices,
+                env=_own_environment() | self.devices | {"VLLM_RPC_BASE_PATH": self.folder.name},
                 start_new_session=True,  # Ctrl-C is for the trainer, which ends it in order
             )
-
-    def _last_words(self) -> str:
-        return self.log.read_text(errors="replace")[-LAST_WORDS:].strip()
 
 
 def _own_environment() -> dict[str, str]:

@@ -1,10 +1,12 @@
 """Rollout on vLLM-Omni: engines in processes of their own, which are given the trainer's weights."""
 
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -12,11 +14,12 @@ from torch import Tensor
 
 from megatron_omni.config.schema import Config
 from megatron_omni.errors import UserError
+from megatron_omni.parallel.peers import meet
 from megatron_omni.parallel.state import Layout
 from megatron_omni.platforms import current_platform
 from megatron_omni.rollout.base import RolloutRequest, Trajectory
 from megatron_omni.rollout.parts import EngineParts
-from megatron_omni.rollout.vllm_omni.client import EngineClient, EngineLostError, HeldWeights
+from megatron_omni.rollout.vllm_omni.client import EngineClient, EngineLostError, Health, HeldWeights
 from megatron_omni.rollout.vllm_omni.process import EngineProcess, Host, RunningEngine
 from megatron_omni.rollout.vllm_omni.protocol import SampleRequest
 from megatron_omni.rollout.vllm_omni.transport import PushResult, Sender, TransportError, open_sender, push
@@ -24,8 +27,13 @@ from megatron_omni.rollout.vllm_omni.transport.background import in_background
 
 HEARTBEAT = 5.0
 """Seconds between two words of a replica's leader to the processes that wait for it."""
+RECOVERY = 3
+"""Times `rollout_timeout` that one recovery may take: to notice, to start the engine, and to sample again."""
+BASE = "base"
+"""Version of the weights that adapters are sent to."""
 SHOWN_NAMES = 12
 Sample = dict[str, np.ndarray]
+logger = logging.getLogger(__name__)
 
 
 class VllmOmniEngine:
@@ -47,6 +55,7 @@ class VllmOmniEngine:
         self.config, self.layout, self.weights = config, parts.layout, parts.weights
         self.micro_batch_size = config.training.micro_batch_size
         self.weight_version = 0
+        self.meetings = 0
         self.dtype = torch.bfloat16 if config.model.bf16 else torch.float32
         places = running_engines(config, self.layout) or own_devices(config, self.layout)
         self.engines = range(len(places))
@@ -55,6 +64,7 @@ class VllmOmniEngine:
             self.links = [Link(open_host(place, config), config, self.layout.device) for place in places]
 
     def generate(self, requests: list[RolloutRequest]) -> Iterator[Trajectory]:
+        current_platform().empty_cache()  # an engine is about to wake on these devices
         self._send_weights(self._while_leader(self._out_of_date))
         size = self.micro_batch_size
         batches = [range(start, min(start + size, len(requests))) for start in range(0, len(requests), size)]
@@ -70,11 +80,14 @@ class VllmOmniEngine:
         finally:
             drawing.close()
         self._while_leader(self._rest)
+        self._meet_replicas()
 
     def update_weights(self, version: int) -> None:
         self.weight_version = version
         self.weights.gather()
+        current_platform().empty_cache()
         self._send_weights(list(self.engines))
+        self._meet_replicas()
 
     def metrics(self) -> dict[str, float]:
         taken = {
@@ -86,8 +99,15 @@ class VllmOmniEngine:
         return taken
 
     def close(self) -> None:
-        for link in self.links:
-            link.close()
+        if self.links:
+            self._of_all(Link.close)
+
+    def _meet_replicas(self) -> None:
+        """A replica whose engine was lost may take longer than the others would wait in a collective."""
+        if self.layout.data_size > 1:
+            self.meetings += 1
+            settings = self.config.vllm_omni
+            meet(self.meetings, RECOVERY * (1 + settings.rollout_restarts) * settings.rollout_timeout)
 
     def _out_of_date(self) -> list[int]:
         """Numbers of the engines that do not hold the current weights."""
@@ -105,17 +125,25 @@ class VllmOmniEngine:
     def _send_weights(self, engines: list[int]) -> None:
         """Until these engines hold the current weights. Collective over the replica."""
         for engine in engines:
-            sent = False
-            while not sent:
-                ready = self._while_leader(lambda engine=engine: self.links[engine].ready())
-                sent = ready and self._try_to_send(engine)
+            while not self._try_to_send(engine):
+                pass
 
     def _try_to_send(self, engine: int) -> bool:
-        adapter = self.config.vllm_omni.lora_transfer == "adapter" and self.config.lora.lora_rank > 0
-        tensors = self.weights.adapters() if adapter else self.weights.model()
+        ready, has_base = self._while_leader(lambda: self.links[engine].ready_for_weights())
+        if not ready:
+            return False
+        if self.config.vllm_omni.lora_transfer == "merged":
+            return self._send(engine, self.weights.model(), self.weight_version)
+        return (has_base or self._send(engine, self.weights.base(), BASE)) and self._send(
+            engine, self.weights.adapters(), self.weight_version, adapter=True
+        )
+
+    def _send(
+        self, engine: int, tensors: Iterator[tuple[str, Tensor]], version: int | str, adapter: bool = False
+    ) -> bool:
         sent = Future()
         if self.links:
-            sent = completed(self.links[engine].send, tensors, self.weight_version, self.dtype, adapter)
+            sent = completed(self.links[engine].send, tensors, version, self.dtype, adapter)
         for _ in tensors:
             pass  # the other processes take part in gathering, and so does the leader after a failure
         return self._from_leader(sent)
@@ -210,6 +238,10 @@ class Link:
     def __init__(self, host: Host, config: Config, device: torch.device):
         self.host, self.config, self.device = host, config, device
         self.settings = config.vllm_omni
+        self.patience = 30 * config.parallel.distributed_timeout_minutes
+        """Seconds that the other processes may wait in a collective: half of what they would."""
+        self.run = uuid4().hex[:8]
+        """By which an engine's weights are known to be from here."""
         self.client: EngineClient | None = None
         self.restarts = self.sent_bytes = 0
         """Since they were last reported."""
@@ -218,26 +250,33 @@ class Link:
 
     def holds(self, version: int) -> bool:
         """Whether the engine is ready to sample with these weights."""
-        try:
-            return self.ready() and self.client.health().weight_version == version
-        except EngineLostError as error:
-            self.lost(error)
-            return False
+        health = self.ready()
+        return health is not None and health.weight_version == self.label(version)
 
-    def ready(self) -> bool:
-        """Start the engine if it is lost, and wake it; false if it is lost in doing so."""
+    def ready_for_weights(self) -> tuple[bool, bool]:
+        """Whether it can take weights, and whether it has those that adapters are sent to."""
+        health = self.ready()
+        return health is not None, health is not None and health.model_version == self.label(BASE)
+
+    def label(self, version: int | str) -> str:
+        """What the engine is to call the weights."""
+        return f"{version} of {self.run}"
+
+    def ready(self) -> Health | None:
+        """Start the engine if it is lost, and wake it; none if it is lost in doing so."""
         try:
             if self.client is None:
                 self.client = self.host.open()
-            if self.client.health().asleep:
+            health = self.client.health()
+            if health.asleep:
                 self.client.wake()
+            return health
         except EngineLostError as error:
             self.lost(error)
-            return False
-        return True
+            return None
 
     def send(
-        self, tensors: Iterator[tuple[str, Tensor]], version: int, dtype: torch.dtype, adapter: bool
+        self, tensors: Iterator[tuple[str, Tensor]], version: int | str, dtype: torch.dtype, adapter: bool
     ) -> bool:
         """To an engine that is ready; false if it is lost in doing so.
 
@@ -246,23 +285,26 @@ class Link:
         settings = None
         if adapter:
             settings = {"rank": self.config.lora.lora_rank, "alpha": self.config.lora.lora_alpha}
-        try:
-            with self._open_sender() as sender:
-                self.client.begin_weights(version, sender.description, settings)
-                sent = push(tensors, sender, self.client.load_bucket, dtype)
-                held = self.client.end_weights(sent.names)
-            check_held(held, sent, version)
-        except (EngineLostError, TransportError) as error:
-            self.lost(error)
-            return False
+        label, client = self.label(version), self.client.within(self.patience)
+        with self._open_sender() as sender:
+            try:
+                client.begin_weights(label, sender.description, settings)
+                sent = push(tensors, sender, client.load_bucket, dtype)
+                check_held(client.end_weights(sent.names), sent, label)
+            except (EngineLostError, TransportError) as error:
+                self.lost(error)  # before the memory that it may still read is freed
+                return False
         self.sent_bytes += sent.nbytes
         return True
 
     def draw(self, request: SampleRequest, version: int) -> Sample:
         """Raises `EngineLostError` if the engine is lost or holds other weights than these."""
-        drawn_by, sample = self.client.generate(request)
-        if drawn_by != version:
-            raise EngineLostError(f"the engine sampled with weights {drawn_by}, not {version}")
+        client = self.client
+        if client is None:
+            raise EngineLostError("another call has found the engine lost")
+        drawn_by, sample = client.generate(request)
+        if drawn_by != self.label(version):
+            raise EngineLostError(f"the engine sampled with weights {drawn_by}, not {self.label(version)}")
         self.losses = 0
         return sample
 
@@ -277,7 +319,10 @@ class Link:
 
     def lost(self, error: Exception) -> None:
         """Give the engine up, so that it is opened anew. Raises `UserError` after too many times."""
-        self.close()
+        words = self.host.last_words()
+        logger.warning("a rollout engine was lost: %s%s", error, words and f"\nIt said:\n{words}")
+        self.client = None
+        self.host.kill()
         self.losses += 1
         self.restarts += 1
         if self.losses > self.settings.rollout_restarts:
@@ -299,7 +344,7 @@ class Link:
             self.settings.rollout_tensor_parallel_size,
             self.device,
             Path(folder) if folder else None,
-            min(self.settings.rollout_timeout, 30 * self.config.parallel.distributed_timeout_minutes),
+            min(self.settings.rollout_timeout, self.patience),
             self.client.host,
         )
 
@@ -373,6 +418,11 @@ def own_devices(config: Config, layout: Layout) -> list[list[int]]:
             "data-parallel replica has on one host: lower it, or start engines elsewhere and name them in "
             "rollout_urls."
         )
+    if config.vllm_omni.weight_transfer == "process_group" and layout.device.type != "cpu":
+        raise UserError(
+            "weight_transfer process_group is for engines on other devices than the trainer's, which "
+            "rollout_urls names: use shared_memory with engines that the run starts."
+        )
     return [devices[start : start + size] for start in range(0, len(devices) - size + 1, size)]
 
 
@@ -385,7 +435,7 @@ def open_host(place: str | list[int], config: Config) -> Host:
     return EngineProcess(settings, config.model.model_path, config.model.bf16, devices)
 
 
-def check_held(held: HeldWeights, sent: PushResult, version: int) -> None:
+def check_held(held: HeldWeights, sent: PushResult, version: str) -> None:
     for names, fault in ((held.missing, "did not come"), (held.unknown, "are not in the engine's model")):
         if names:
             more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""

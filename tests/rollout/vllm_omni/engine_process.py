@@ -79,7 +79,7 @@ class EngineProcess:
     def update(
         self,
         tensors: Iterable[tuple[str, Tensor]],
-        version: int,
+        version: str,
         adapter: dict[str, float] | None = None,
         transport: str = "folder",
     ) -> tuple[PushResult, dict[str, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import requests
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from megatron_omni.rollout.vllm_omni.protocol import SampleRequest
 from megatron_omni.rollout.vllm_omni.transport import checksum
 from tests.distributed import run_distributed
-from tests.rollout.vllm_omni.engine_process import ended, launch
+from tests.rollout.vllm_omni.engine_process import EngineProcess, ended, launch
 from tests.rollout.vllm_omni.in_place import in_place_samples
 
 pytestmark = pytest.mark.xdist_group("engine")  # or every test process starts engines of its own
@@ -95,7 +96,7 @@ def expected(model_folder, tmp_path_factory):
     return dict(zip(folders, samples, strict=True))
 
 
-def assert_same(samples, wanted, version: int | None) -> None:
+def assert_same(samples, wanted, version: str | None) -> None:
     for sample, reference in zip(samples, wanted, strict=True):
         assert sample.pop("weight_version") == version
         image, reference = sample.pop("image"), dict(reference)
@@ -123,33 +124,33 @@ def test_a_sample_does_not_depend_on_its_company(engine, expected):
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group", "folder"])
 def test_samples_after_an_update_are_those_of_the_new_weights(engine, model_folder, expected, transport):
-    sent, report = engine.update(trained(model_folder).items(), version=3, transport=transport)
+    sent, report = engine.update(trained(model_folder).items(), version="3", transport=transport)
     assert sent.buckets > 1
-    assert report == {"version": 3, "checksum": sent.checksum, "missing": [], "unknown": []}
-    assert engine.get("/health")["weight_version"] == 3
-    assert_same(engine.generate(*REQUESTS), expected["trained"], 3)
+    assert report == {"version": "3", "checksum": sent.checksum, "missing": [], "unknown": []}
+    assert engine.get("/health")["weight_version"] == "3"
+    assert_same(engine.generate(*REQUESTS), expected["trained"], "3")
 
-    engine.update(weights(model_folder).items(), version=4, transport=transport)
-    assert_same(engine.generate(BASE), expected["base"][:1], 4)
+    engine.update(weights(model_folder).items(), version="4", transport=transport)
+    assert_same(engine.generate(BASE), expected["base"][:1], "4")
 
 
 def test_the_checksum_shows_a_tensor_that_did_not_come(engine, model_folder):
     tensors = trained(model_folder)
     stale = tensors.pop("transformer_blocks.1.attn.to_k.weight")
-    sent, report = engine.update(tensors.items(), version=5)
+    sent, report = engine.update(tensors.items(), version="5")
     assert report["missing"] == ["transformer_blocks.1.attn.to_k.weight"]
     assert report["checksum"] != (sent.checksum + checksum(stale)) % 2**64
-    engine.update(weights(model_folder).items(), version=6)
+    engine.update(weights(model_folder).items(), version="6")
 
 
 def test_names_that_the_model_does_not_have_are_reported(engine, model_folder):
     tensors = weights(model_folder)
     tensors["transformer_blocks.0.attn.to_p.weight"] = tensors.pop("transformer_blocks.0.attn.to_q.weight")
     tensors["proj_out.scale"] = torch.ones(1)
-    _, report = engine.update(tensors.items(), version=7)
+    _, report = engine.update(tensors.items(), version="7")
     assert report["missing"] == ["transformer_blocks.0.attn.to_q.weight"]
     assert report["unknown"] == ["proj_out.scale", "transformer_blocks.0.attn.to_p.weight"]
-    engine.update(weights(model_folder).items(), version=8)
+    engine.update(weights(model_folder).items(), version="8")
 
 
 def test_asleep_it_refuses_and_awake_nothing_has_changed(engine, model_folder, expected):
@@ -164,44 +165,44 @@ def test_asleep_it_refuses_and_awake_nothing_has_changed(engine, model_folder, e
 
     engine.post("/sleep")
     engine.post("/wake")
-    sent, report = engine.update(trained(model_folder).items(), version=9)
+    sent, report = engine.update(trained(model_folder).items(), version="9")
     assert report["checksum"] == sent.checksum
-    assert_same(engine.generate(BASE), expected["trained"][:1], 9)
-    engine.update(weights(model_folder).items(), version=10)
+    assert_same(engine.generate(BASE), expected["trained"][:1], "9")
+    engine.update(weights(model_folder).items(), version="10")
 
 
 def test_an_adapter_samples_like_merged_weights_and_the_next_replaces_it(engine, model_folder, expected):
-    for version, seed in ((11, 1), (12, 2)):
+    for version, seed in (("11", 1), ("12", 2)):
         sent, report = engine.update(
             adapter(model_folder, seed).items(), version, {"rank": RANK, "alpha": ALPHA}
         )
         assert report == {"version": version, "checksum": sent.checksum, "missing": [], "unknown": []}
         assert_same(engine.generate(*REQUESTS), expected[f"adapter {seed}"], version)
 
-    sent, report = engine.update(weights(model_folder).items(), version=13)
-    assert report == {"version": 13, "checksum": sent.checksum, "missing": [], "unknown": []}
-    assert_same(engine.generate(BASE), expected["base"][:1], 13)
+    sent, report = engine.update(weights(model_folder).items(), version="13")
+    assert report == {"version": "13", "checksum": sent.checksum, "missing": [], "unknown": []}
+    assert_same(engine.generate(BASE), expected["base"][:1], "13")
 
 
 def test_an_update_after_an_adapter_reaches_the_adapted_layers(engine, model_folder, expected):
-    engine.update(adapter(model_folder, 1).items(), 14, {"rank": RANK, "alpha": ALPHA})
-    sent, report = engine.update(trained(model_folder).items(), 15)
-    assert report == {"version": 15, "checksum": sent.checksum, "missing": [], "unknown": []}
-    assert_same(engine.generate(*REQUESTS), expected["trained"], 15)
-    engine.update(weights(model_folder).items(), version=16)
+    engine.update(adapter(model_folder, 1).items(), "14", {"rank": RANK, "alpha": ALPHA})
+    sent, report = engine.update(trained(model_folder).items(), "15")
+    assert report == {"version": "15", "checksum": sent.checksum, "missing": [], "unknown": []}
+    assert_same(engine.generate(*REQUESTS), expected["trained"], "15")
+    engine.update(weights(model_folder).items(), version="16")
 
 
 def test_layers_of_an_adapter_that_the_model_does_not_have_are_reported(engine, model_folder):
     tensors = adapter(model_folder, 1)
     tensors["transformer_blocks.7.attn.to_q.lora_A.weight"] = torch.ones(RANK, 1)
-    _, report = engine.update(tensors.items(), 17, {"rank": RANK, "alpha": ALPHA})
+    _, report = engine.update(tensors.items(), "17", {"rank": RANK, "alpha": ALPHA})
     assert report["unknown"] == ["transformer_blocks.7.attn.to_q.lora_A.weight"]
-    engine.update(weights(model_folder).items(), version=18)
+    engine.update(weights(model_folder).items(), version="18")
 
 
 def test_after_an_update_that_failed_it_samples_only_when_another_has_succeeded(engine, model_folder):
     engine.post(
-        "/weights/begin", {"version": 19, "transport": folder_transport(engine.folder), "kind": "model"}
+        "/weights/begin", {"version": "19", "transport": folder_transport(engine.folder), "kind": "model"}
     )
     assert engine.refusal("/sleep") == (400, "the weights are being updated: end that first.")
     bucket = {"slot": 0, "nbytes": 0, "tensors": [], "location": {"file": "none.safetensors"}}
@@ -209,7 +210,7 @@ def test_after_an_update_that_failed_it_samples_only_when_another_has_succeeded(
     assert status == 500 and "none.safetensors" in message
     status, message = engine.refusal("/generate", asdict(BASE))
     assert status == 500 and "send them again" in message
-    engine.update(weights(model_folder).items(), version=20)
+    engine.update(weights(model_folder).items(), version="20")
     engine.generate(BASE)
 
 
@@ -218,20 +219,20 @@ def folder_transport(folder: Path) -> dict[str, str]:
 
 
 def test_an_update_waits_for_samples_in_flight_and_they_for_it(engine, model_folder, expected):
-    engine.update(weights(model_folder).items(), version=21)
+    engine.update(weights(model_folder).items(), version="21")
     slow = replace(BASE, num_inference_steps=60)
     with ThreadPoolExecutor(2) as threads:
         before = threads.submit(engine.generate, slow)
         while not engine.get("/health"):  # answers while it samples
             time.sleep(0.01)
         time.sleep(0.3)
-        update = threads.submit(engine.update, trained(model_folder).items(), 22)
+        update = threads.submit(engine.update, trained(model_folder).items(), "22")
         time.sleep(0.05)
         after = engine.generate(BASE)
-        assert before.result()[0]["weight_version"] == 21
+        assert before.result()[0]["weight_version"] == "21"
         update.result()
-    assert_same(after, expected["trained"][:1], 22)
-    engine.update(weights(model_folder).items(), version=23)
+    assert_same(after, expected["trained"][:1], "22")
+    engine.update(weights(model_folder).items(), version="23")
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_requests_that_cannot_be_sampled_are_refused(engine, change, words):
 def test_calls_out_of_order_are_refused(engine):
     assert engine.refusal("/wake") == (400, "the engine is awake.")
     assert engine.refusal("/weights/end") == (400, "no update of the weights has begun.")
-    assert engine.refusal("/weights/begin", {"version": 1, "transport": {}, "kind": "adapter"})[0] == 400
+    assert engine.refusal("/weights/begin", {"version": "1", "transport": {}, "kind": "adapter"})[0] == 400
 
 
 def test_told_to_end_or_killed_it_leaves_no_process(engine):
@@ -264,6 +265,28 @@ def test_told_to_end_or_killed_it_leaves_no_process(engine):
     else:
         engine.process.terminate()
         assert engine.process.wait(60) == 0
+    assert ended(family)
+
+
+def test_when_a_worker_is_killed_whatever_is_asked_fails_in_time_and_nothing_is_left(model_folder, tmp_path):
+    engine = EngineProcess(model_folder, tmp_path, workers=2)
+    family = engine.family()
+    (victim,) = (process for process in family if process.name().endswith("Worker_TP1"))
+    dead = (500, "a worker of this engine has died: start another engine.")
+    with ThreadPoolExecutor(2) as threads:
+        endless = asdict(replace(BASE, num_inference_steps=5000))
+        under_way = [threads.submit(engine.refusal, "/generate", endless) for _ in range(2)]
+        time.sleep(1)
+        assert not any(answer.done() for answer in under_way)
+        victim.kill()
+        assert [answer.result()[0] for answer in under_way] == [500, 500]
+    answer = requests.get(engine.url + "/health", timeout=60)
+    assert (answer.status_code, answer.json()["error"]) == dead
+    assert engine.refusal("/generate", asdict(BASE))[0] == 500
+    update = {"version": "1", "transport": folder_transport(tmp_path), "kind": "model"}
+    assert engine.refusal("/weights/begin", update)[0] == 500
+    engine.process.terminate()
+    assert engine.process.wait(60) == 0
     assert ended(family)
 
 

@@ -1,5 +1,6 @@
 """Weights arrive as they were sent, by every transport; failures show in time and leave nothing behind."""
 
+import fcntl
 import gc
 import json
 import os
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from math import prod
 from pathlib import Path
@@ -35,6 +36,7 @@ from megatron_omni.rollout.vllm_omni.transport import (
     push,
 )
 from megatron_omni.rollout.vllm_omni.transport.bucket import ALIGNMENT
+from megatron_omni.rollout.vllm_omni.transport.folder import FolderSender
 from tests.distributed import run_distributed
 from tests.rollout.vllm_omni.receiving_worker import content, open_files, resident_bytes
 from tests.rollout.vllm_omni.workers import ROOT, Engine, WorkerError, update
@@ -416,6 +418,23 @@ def test_workers_that_wait_for_a_killed_one_say_so(folder: Path):
         engine.kill()
 
 
+def test_a_sender_that_starts_is_not_taken_for_a_killed_one(folder: Path, monkeypatch):
+    flock, opened = fcntl.flock, threading.Event()
+
+    def slowly_at_first(file, flags):
+        if "weights-" in file.name and not opened.is_set():
+            opened.set()
+            time.sleep(0.5)
+        flock(file, flags)
+
+    monkeypatch.setattr(fcntl, "flock", slowly_at_first)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(FolderSender, MIB, folder, 30)
+        assert opened.wait(10)
+        with FolderSender(MIB, folder, 30), first.result():
+            assert len(list(folder.glob("weights-*.lock"))) == 2
+
+
 SENDING = """
 import sys, json, torch
 from concurrent.futures import Future
@@ -459,11 +478,11 @@ def test_of_a_killed_trainer_workers_learn_in_time_and_nothing_is_left(kind: str
         assert after < before + 16 * MIB
         assert in_shared_memory() <= before_it
         if kind == "folder":
-            assert len(list(folder.iterdir())) == 2
+            assert len(list(folder.glob("weights-*"))) == 2
             with sender_for(kind, engine, folder, MIB) as sender:
                 (left,) = (path for path in folder.iterdir() if path.is_dir())
                 assert str(left) == sender.description["folder"]
-            assert list(folder.iterdir()) == []
+            assert list(folder.glob("weights-*")) == []
     finally:
         trainer.kill()
         trainer.wait()

@@ -14,6 +14,7 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 from vllm_omni.lora.request import LoRARequest
 from vllm_omni.outputs import OmniRequestOutput
 
+from megatron_omni.errors import UserError
 from megatron_omni.rollout.vllm_omni.engine.gate import Gate
 from megatron_omni.rollout.vllm_omni.engine.path import path_arrays
 from megatron_omni.rollout.vllm_omni.protocol import SampleRequest
@@ -37,7 +38,8 @@ class AdapterSettings:
 class Update:
     """New weights on their way."""
 
-    version: int
+    version: str
+    """What the caller calls them."""
     transport: dict[str, Any]
     """What `megatron_omni.rollout.vllm_omni.transport.Receiver` opens."""
     kind: Literal["model", "adapter"]
@@ -50,7 +52,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Sample:
-    weight_version: int | None
+    weight_version: str | None
     arrays: dict[str, np.ndarray]
 
 
@@ -60,7 +62,9 @@ class Engine:
     def __init__(self, model_path: Path, dtype: str, tensor_parallel_size: int, max_num_seqs: int):
         """Starts the workers and loads the model, which may take minutes."""
         self.id = uuid.uuid4().hex
-        self.weight_version: int | None = None
+        self.weight_version: str | None = None
+        self.model_version: str | None = None
+        """Of the weights without an adapter."""
         self.asleep = False
         self.update: Update | None = None
         self.torn: str | None = None
@@ -88,7 +92,12 @@ class Engine:
             await self.omni.check_health()
         except EngineDeadError:
             raise RuntimeError(DEAD) from None
-        return {"engine_id": self.id, "weight_version": self.weight_version, "asleep": self.asleep}
+        return {
+            "engine_id": self.id,
+            "weight_version": self.weight_version,
+            "model_version": self.model_version,
+            "asleep": self.asleep,
+        }
 
     async def generate(self, request: SampleRequest) -> Sample:
         self._must_be_awake()
@@ -148,6 +157,8 @@ class Engine:
     async def begin_weights(self, update: Update) -> None:
         """Wait for the samples in flight; none starts before the update's end."""
         self._must_be_awake()
+        if self.update:  # its trainer is gone
+            await self._give_up(RuntimeError(f"the update to {self.update.version} was not ended"))
         await self.gate.close()
         try:
             await self._call("begin_weights", transport=update.transport, kind=update.kind)
@@ -170,7 +181,7 @@ class Engine:
         try:
             if update.kind == "model":
                 report = await self._call("end_weights", names=names)
-                self.adapter = None
+                self.adapter, self.model_version = None, update.version
             else:
                 report = await self._use_adapter(update.adapter, names)
         except Exception as error:
@@ -205,7 +216,9 @@ class Engine:
         while isinstance(result, list):  # stages, then workers that answer: one of each
             (result,) = result
         if isinstance(result, dict) and result.get("error"):
-            raise RuntimeError(result["error"].partition("\n\n")[0])  # without the workers' stacks
+            error = result["error"].partition("\n\n")[0]  # without the workers' stacks
+            _, refused, reason = error.partition(f": {UserError.__name__}: ")
+            raise RefusedError(reason.partition("; rank ")[0]) if refused else RuntimeError(error)
         return result
 
     @staticmethod

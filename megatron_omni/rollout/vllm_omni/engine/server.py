@@ -2,7 +2,8 @@
 
 Serves one engine over HTTP, with JSON for small things and `megatron_omni.wire` messages for samples:
 
-- GET /health: {"engine_id", "weight_version", "asleep"}; 500 if a worker is gone. Answers while sampling.
+- GET /health: {"engine_id", "weight_version", "model_version", "asleep"}; 500 if a worker is gone. Answers
+  while sampling.
 - POST /generate: a `SampleRequest` → the sample's tensors. Many at a time are sampled together.
 - POST /sleep, POST /wake.
 - POST /weights/begin, then /weights/bucket for each, then /weights/end: see `Engine`.
@@ -67,7 +68,7 @@ def fail(reason: str) -> None:
 
 
 def end_with(parent: int) -> None:
-    """Shut down when the process `parent` ends. Workers end with this process by themselves."""
+    """Shut down when the process `parent` ends."""
     try:
         process = os.pidfd_open(parent)
     except ProcessLookupError:
@@ -77,6 +78,8 @@ def end_with(parent: int) -> None:
         select.select([process], [], [])
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(GRACE)
+        if os.getpgrp() == os.getpid():
+            os.killpg(os.getpid(), signal.SIGKILL)  # a worker that hangs would stay
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()

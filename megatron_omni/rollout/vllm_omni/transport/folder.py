@@ -34,10 +34,11 @@ class FolderSender(Sender):
         self.written = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(folder)
             self.folder = folder.resolve() / f"weights-{socket.gethostname()}-{uuid.uuid4().hex}"
-            self.lock = _lock(_lock_of(self.folder))
-            self.folder.mkdir()
+            with _lock(folder / "weights.lock"):  # no lock of a sender is seen before that sender has it
+                _remove_abandoned(folder)
+                self.lock = _lock(_lock_of(self.folder))
+                self.folder.mkdir()
         except OSError as error:
             raise UserError(f"weights cannot travel through the folder {folder}: {error}") from error
         self.description = {"kind": KIND, "folder": str(self.folder)}
@@ -95,15 +96,15 @@ def _lock_of(folder: Path) -> Path:
     return folder.with_suffix(".lock")
 
 
-def _lock(path: Path) -> Any:
-    """The file, open and locked until it is closed or this process ends."""
+def _lock(path: Path, flags: int = 0) -> Any:
+    """The file, open and locked until it is closed or this process ends; `fcntl.LOCK_NB` not to wait."""
     file = path.open("w")
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(file, fcntl.LOCK_EX | flags)
     return file
 
 
 def _remove_abandoned(folder: Path) -> None:
     for path in folder.glob("weights-*.lock"):
-        with suppress(OSError), _lock(path):  # of a living sender, or just removed by another
+        with suppress(OSError), _lock(path, fcntl.LOCK_NB):  # of a living sender, or just removed by another
             shutil.rmtree(path.with_suffix(""), ignore_errors=True)
             path.unlink()
