@@ -22,5 +22,5 @@ judge_log=$models/judge.log
 start_judge "$models/judge" judge --dtype float32 --enforce-eager --max-num-seqs 8
 
 run "$VENV/bin/torchrun" --standalone --nproc-per-node 2 pretrain_rl.py \
-    --config examples/qwen_image/flowgrpo_judge_tiny.yaml --tensor-model-parallel-size 2 \
+    --config examples/qwen_image/flowgrpo_judge_tiny.yaml \
     --rollout-python "$ROLLOUT_VENV/bin/python" --judge-urls "$judge_url" "$@"

@@ -9,6 +9,9 @@
 # Whatever ends the script ends both.
 
 started=()
+judge_is_ready='import sys
+from urllib.request import ProxyHandler, build_opener
+build_opener(ProxyHandler({})).open(sys.argv[1], timeout=10)'
 
 finish() {
     kill "${started[@]}" 2>/dev/null || true
@@ -27,7 +30,7 @@ start_judge() {
         --structured-outputs-config.backend xgrammar --structured-outputs-config.disable_any_whitespace true \
         "$@" >"$judge_log" 2>&1 &
     started+=($!)
-    until "$python" -c "from urllib.request import urlopen; urlopen('http://127.0.0.1:$port/health')" 2>/dev/null; do
+    until "$python" -c "$judge_is_ready" "http://127.0.0.1:$port/health" 2>/dev/null; do
         if ! kill -0 "${started[-1]}" 2>/dev/null; then
             echo "The judge has ended:" >&2
             tail -n 20 "$judge_log" >&2

@@ -21,6 +21,12 @@ class Advantages:
     zero_fraction: float
     """Share of samples without any learning signal."""
 
+    @staticmethod
+    def uniform(count: int) -> "Advantages":
+        """The same for all samples, where none is better than another."""
+        ones = torch.ones(count)
+        return Advantages(ones, ones, 0.0)
+
     def rows(self, start: int, stop: int) -> "Advantages":
         return Advantages(self.values[start:stop], self.weights[start:stop], self.zero_fraction)
 
@@ -44,6 +50,8 @@ class TrainingBatch:
     """[B]."""
     log_prob: Tensor | None = None
     """[B], of that step under the weights that sampled."""
+    old_log_prob: Tensor | None = None
+    """[B], what its ratio compares with; None: the same under the weights in training, for a ratio of 1."""
     target: Tensor | None = None
     """[B, N, C], the velocity to predict, in supervised training."""
     reference_velocity: Tensor | None = None
@@ -69,6 +77,8 @@ class Algorithm(Protocol):
     """Whether training samples are scored."""
     needs_all_rewards: bool
     """Whether a sample's advantage depends on other groups' rewards."""
+    has_ratio: bool
+    """Whether the loss compares the steps' probabilities with old ones."""
     needs_reference: bool
     """Whether micro-batches need the velocity of the frozen initial weights."""
 
@@ -84,6 +94,10 @@ class Algorithm(Protocol):
         self, trajectory: Trajectory, advantages: Advantages, size: int, iteration: int
     ) -> list[TrainingBatch]:
         """Of one optimizer step on these samples, cut every `size` samples as sampling did."""
+        ...
+
+    def log_prob(self, batch: TrainingBatch, velocity: Tensor) -> Tensor:
+        """[B], of the batch's step; if the loss has a ratio. Arguments as of `loss`."""
         ...
 
     def loss(self, batch: TrainingBatch, velocity: Tensor) -> Loss:

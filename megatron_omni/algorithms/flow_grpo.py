@@ -20,6 +20,7 @@ class FlowGrpo:
     """Clipped policy gradient over the stochastic steps of a flow sampler."""
 
     uses_rewards = True
+    has_ratio = True
 
     def __init__(self, config: Config, sigmas: Tensor):
         """sigmas: [steps + 1], the sampler's table."""
@@ -60,6 +61,8 @@ class FlowGrpo:
     def micro_batches(
         self, trajectory: Trajectory, advantages: Advantages, size: int, iteration: int
     ) -> list[TrainingBatch]:
+        old = trajectory.old_log_probs
+
         def batch(rows: slice, slot: int) -> TrainingBatch:
             return TrainingBatch(
                 prompts=trajectory.prompts[rows],
@@ -70,15 +73,20 @@ class FlowGrpo:
                 next_latents=trajectory.next_latents[rows, slot],
                 next_sigma=trajectory.next_sigmas[rows, slot],
                 log_prob=trajectory.log_probs[rows, slot],
+                old_log_prob=None if old is None else old[rows, slot],
             )
 
         slots = range(trajectory.sigmas.shape[1])
         return [batch(rows, slot) for rows in cut(len(trajectory), size) for slot in slots]
 
+    def log_prob(self, batch: TrainingBatch, velocity: Tensor) -> Tensor:
+        return self._replay(batch, velocity).log_prob
+
     def loss(self, batch: TrainingBatch, velocity: Tensor) -> Loss:
         step = self._replay(batch, velocity)
-        difference = step.log_prob - batch.log_prob
-        ratio = difference.exp()
+        current = step.log_prob.detach()
+        old = current if batch.old_log_prob is None else batch.old_log_prob
+        ratio = (step.log_prob - old).exp()
         policy = clipped_policy_loss(ratio, batch.advantages, self.config.clip_range)
         loss = weighted_mean(policy.values, batch.weights)
         means = {"train/clip_fraction": weighted_mean(policy.clipped.float(), batch.weights)}
@@ -87,13 +95,14 @@ class FlowGrpo:
             kl = weighted_mean(gaussian_kl(step.mean, reference.mean, step.std), batch.weights)
             loss = loss + self.config.kl_coefficient * kl
             means["train/kl"] = kl
-        deviation = difference.detach().abs()
+        difference = current - batch.log_prob
+        deviation = difference.abs()
         return Loss(
             loss,
             means | {"train/loss": loss, "consistency/log_prob_abs_diff_mean": deviation.mean()},
             {
                 "consistency/log_prob_abs_diff_max": deviation.max(),
-                "consistency/ratio_abs_dev_max": (ratio.detach() - 1).abs().max(),
+                "consistency/ratio_abs_dev_max": (difference.exp() - 1).abs().max(),
             },
         )
 

@@ -17,6 +17,7 @@ class FlowMatching:
 
     uses_rewards = False
     needs_all_rewards = False
+    has_ratio = False
     needs_reference = False
 
     def __init__(self, config: Config, sigmas: Tensor):
@@ -31,8 +32,7 @@ class FlowMatching:
         ]
 
     def advantages(self, rewards: GlobalRewards) -> Advantages:
-        ones = torch.ones(len(rewards.prompt_id))
-        return Advantages(ones, ones, 0.0)
+        return Advantages.uniform(len(rewards.prompt_id))
 
     def micro_batches(
         self, trajectory: Trajectory, advantages: Advantages, size: int, iteration: int

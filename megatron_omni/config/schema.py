@@ -124,6 +124,8 @@ class VllmOmniConfig:
     """Workers of each engine. A replica starts as many engines as its devices have room for."""
     rollout_max_num_seqs: int = 8
     """Samples that an engine draws together, step by step."""
+    recompute_log_probs: bool = True
+    """Start probability ratios from the trainer's own log-probabilities, instead of from the engine's."""
     rollout_timeout: float = 600.0
     """Seconds without an answer after which an engine counts as hung; also the time it has to start."""
     rollout_restarts: int = 3

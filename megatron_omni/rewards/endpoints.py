@@ -5,7 +5,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Generic, TypeVar
+from urllib.parse import urlsplit
 
 from megatron_omni.rewards.base import Unscored
 
@@ -27,6 +29,15 @@ class TransientError(Exception):
 def is_transient(status: int) -> bool:
     """Whether a request that got this HTTP status may succeed if sent again."""
     return status in (408, 429) or status >= 500
+
+
+def is_local(url: str) -> bool:
+    """Whether its host is a loopback address, to which a proxy from the environment must not be asked."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # another name
+        return False
 
 
 @dataclass

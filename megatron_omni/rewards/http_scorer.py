@@ -8,7 +8,7 @@ import requests
 from megatron_omni.config.schema import HttpRewardConfig
 from megatron_omni.errors import UserError
 from megatron_omni.rewards.base import Reward, Unscored
-from megatron_omni.rewards.endpoints import Endpoints, TransientError, is_transient
+from megatron_omni.rewards.endpoints import Endpoints, TransientError, is_local, is_transient
 from megatron_omni.rewards.options import RewardOptions
 from megatron_omni.wire import CONTENT_TYPE, pack, unpack
 
@@ -59,7 +59,7 @@ class HttpReward(Reward):
 
     def _post(self, url: str, **content: Any) -> requests.Response:
         try:
-            response = requests.post(url, timeout=self.timeout, **content)
+            response = self._request("POST", url, **content)
         except requests.RequestException as error:
             raise TransientError(f"reward server {url}: {error}") from error
         if response.status_code != requests.codes.ok:
@@ -67,11 +67,16 @@ class HttpReward(Reward):
             raise (TransientError if is_transient(response.status_code) else Unscored)(message)
         return response
 
+    def _request(self, method: str, url: str, **content: Any) -> requests.Response:
+        with requests.Session() as session:
+            session.trust_env = not is_local(url)
+            return session.request(method, url, timeout=self.timeout, **content)
+
     def _check_servers(self) -> None:
         served, errors = {}, []
         for url in self.urls:
             try:
-                served[url] = requests.get(f"{url}/health", timeout=self.timeout).json()["reward"]
+                served[url] = self._request("GET", f"{url}/health").json()["reward"]
             except (requests.RequestException, ValueError, KeyError, TypeError) as error:
                 errors.append(f"{url}: {error!r}")
         if not served:

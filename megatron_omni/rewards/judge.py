@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megatron_omni.config.schema import JudgeConfig
 from megatron_omni.errors import UserError
 from megatron_omni.rewards.base import Reward, Unscored
-from megatron_omni.rewards.endpoints import Endpoints, TransientError, is_transient
+from megatron_omni.rewards.endpoints import Endpoints, TransientError, is_local, is_transient
 from megatron_omni.rewards.options import RewardOptions
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -159,7 +159,8 @@ class _Models(BaseModel):
 
 def _client(url: str, timeout: float) -> openai.OpenAI:
     key = os.environ.get("OPENAI_API_KEY", "none")  # vLLM asks for none; a secret is no setting to be saved
-    return openai.OpenAI(base_url=url, api_key=key, timeout=timeout, max_retries=0)
+    http = openai.DefaultHttpxClient(trust_env=not is_local(url))
+    return openai.OpenAI(base_url=url, api_key=key, timeout=timeout, max_retries=0, http_client=http)
 
 
 def _complete(client: openai.OpenAI, request: dict[str, Any]) -> bytes:

@@ -7,7 +7,7 @@ from rapidfuzz.distance import Levenshtein
 
 from megatron_omni.errors import UserError
 
-_DOUBLE_QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
+_DOUBLE_QUOTED = re.compile(r'(?<![\d¼½¾])"([^"]+)"|“([^”]+)”')  # a mark after a number means inches
 _SINGLE_QUOTED = re.compile(
     r"(?<!\w)'(.+?)'(?!\w)|‘(.+?)’(?!\w)"
 )  # an apostrophe has a letter on either side

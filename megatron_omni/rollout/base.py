@@ -69,6 +69,9 @@ class Trajectory:
     images: Tensor
     """[B, 3, H, W] uint8, what the reward sees."""
     weight_version: int
+    old_log_probs: Tensor | None = None
+    """[B, S], what probability ratios compare with, from engines that compute as the trainer does; for others
+    the trainer fills it in."""
     means: Tensor | None = None
     """[B, S, N, C], the mean of each trained step under the weights that sampled; if the requests asked."""
 

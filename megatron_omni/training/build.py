@@ -106,6 +106,7 @@ def build_parts(config: Config, layout: Layout) -> Parts:
         scorer=scorer,
         updater=Updater(
             optimization,
+            policy,
             algorithm,
             guidance,
             embeddings,

@@ -124,6 +124,13 @@ def _agreement(log: RunLog) -> Iterator[Finding]:
         size = "exactly" if worst == 0 else f"to within {worst:.1g}"
         detail = f"Before each update, replayed log-probabilities equal those of the sampling {size}."
         yield Finding("good", "Sampling and training agree", detail)
+    elif log.settings["rollout"]["rollout_engine"] == "vllm_omni":
+        detail = f"The engine's log-probabilities differ from training's by up to {worst:.2g}"
+        if log.settings["vllm_omni"]["recompute_log_probs"]:
+            yield Finding("note", "The engine rounds otherwise", f"{detail}. Ratios start from training's.")
+        else:
+            detail += ", and ratios start from the engine's. --recompute-log-probs avoids that."
+            yield Finding("watch", "Sampling and training disagree", detail)
     else:
         detail = (
             f"Replayed log-probabilities differ from the sampling's by up to {worst:.2g}; it should be 0."

@@ -19,7 +19,7 @@ from megatron_omni.training.run_log import RunLog, Series
 from megatron_omni.training.samples import SampleCaption
 
 REPORT_FILE = "report.html"
-_PHASES = ("rollout", "reward_wait", "update", "weight_sync")
+_PHASES = ("rollout", "log_probs", "reward_wait", "update", "weight_sync")
 _MOST_PICTURES = 12
 _LARGEST_PICTURE = 320
 _STRIP_ROWS, _STRIP_COLUMNS, _STRIP_PICTURE = 4, 8, 128

@@ -103,6 +103,8 @@ class Run:
         size = len(trajectory) // steps
         all_at_once = self.algorithm.needs_all_rewards or size % group  # a group may be in two steps
         scored = len(trajectory) if all_at_once else size
+        updates = [trajectory.rows(begin, begin + size) for begin in range(0, len(trajectory), size)]
+        self._replay(updates[1:])
         self.rewards, self.zero_fractions, self.updates = [], [], []
         for start in range(0, len(trajectory), scored):
             with self.phase("reward_wait"):
@@ -115,7 +117,7 @@ class Run:
             first = self.layout.data_rank * scored - start
             for begin in range(start, start + scored, size):
                 own = advantages.rows(first + begin, first + begin + size)
-                yield trajectory.rows(begin, begin + size), own
+                yield updates[begin // size], own
 
     def update(self, trajectory: Trajectory, advantages: Advantages, iteration: int) -> None:
         """One optimizer step."""
@@ -259,6 +261,17 @@ class Run:
         source = Path(self.config.model.model_path)
         optimization.gather_parameters()
         export_hf(optimization.modules, family.mapping, source, target, family.transformer_folder)
+
+    def _replay(self, later_updates: list[Trajectory]) -> None:
+        """Gives the samples old log-probabilities, if their engine has not: those under the current weights.
+
+        The first update computes its own as it trains.
+        """
+        size = self.config.training.micro_batch_size
+        for samples in later_updates:
+            if self.algorithm.has_ratio and samples.old_log_probs is None:
+                with self.phase("log_probs"):
+                    samples.old_log_probs = self.parts.updater.log_probs(samples, size)
 
     def _rewards(self, trajectory: Trajectory) -> GlobalRewards:
         """Of these samples, the next ones that were submitted, of all processes."""

@@ -8,12 +8,13 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megatron_omni.algorithms.base import Algorithm, Loss, TrainingBatch
+from megatron_omni.algorithms.base import Advantages, Algorithm, Loss, TrainingBatch
 from megatron_omni.cache import BatchCache
 from megatron_omni.errors import UserError
 from megatron_omni.models.base import DiffusionModel, ImageSize
-from megatron_omni.parallel.pipeline import Lane
+from megatron_omni.parallel.pipeline import ForwardPipeline, Lane
 from megatron_omni.parallel.state import Layout
+from megatron_omni.rollout.base import Trajectory
 from megatron_omni.sampling.guidance import Guidance, ModelInput
 from megatron_omni.training.optimizer import Optimization
 from megatron_omni.training.reference import Reference
@@ -33,6 +34,7 @@ class Updater:
     def __init__(
         self,
         optimization: Optimization,
+        policy: ForwardPipeline,
         algorithm: Algorithm,
         guidance: Guidance,
         embeddings: BatchCache,
@@ -41,8 +43,12 @@ class Updater:
         reference: Reference | None,
         layout: Layout,
     ):
-        """`reference`: the policy before training, for algorithms that need it."""
+        """`policy`: forward passes of the model in training.
+
+        `reference`: the policy before training, for algorithms that need it.
+        """
         self.optimization = optimization
+        self.policy = policy
         self.algorithm = algorithm
         self.guidance = guidance
         self.embeddings = embeddings
@@ -84,6 +90,13 @@ class Updater:
         )
         means |= {"train/grad_norm": float(grad_norm or 0.0), "train/learning_rate": learning_rate}
         return UpdateResult(means, maxima)
+
+    def log_probs(self, trajectory: Trajectory, size: int) -> Tensor:
+        """[B, S], of its steps under the current weights, `size` samples at a time."""
+        batches = self.algorithm.micro_batches(trajectory, Advantages.uniform(len(trajectory)), size, 0)
+        found = list(self.policy.run(map(self._log_prob, batches)))
+        steps = trajectory.log_probs.shape[1]
+        return torch.cat([torch.stack(found[i : i + steps], 1) for i in range(0, len(found), steps)])
 
     def _check_interleaving(self, micro_batches: int) -> None:
         pipeline = self.layout.pipeline_size
@@ -128,6 +141,9 @@ class Updater:
             {name: value.detach().float() for name, value in loss.maxima.items()},
         )
         return loss.value.clone(), reported  # Megatron scales what it gets in place
+
+    def _log_prob(self, batch: TrainingBatch) -> Lane[Tensor]:
+        return self.algorithm.log_prob(batch, self.guidance.combine((yield self._inputs(batch))))
 
     def _reference_velocity(self, batch: TrainingBatch) -> Lane[None]:
         batch.reference_velocity = self.guidance.combine((yield self._inputs(batch)))

@@ -1,5 +1,6 @@
 """Flow-GRPO from requests to gradients, on a toy model."""
 
+import math
 from dataclasses import fields
 
 import pytest
@@ -55,6 +56,7 @@ def rollout(algorithm: FlowGrpo, model: ToyModel, iteration: int = 0) -> Traject
         log_probs=path.log_probs,
         images=torch.zeros(len(requests), 3, 1, 1, dtype=torch.uint8),
         weight_version=0,
+        old_log_probs=path.log_probs,
     )
 
 
@@ -88,6 +90,24 @@ def test_replay_with_unchanged_weights_gives_ratio_one(kind, size):
         assert loss.maxima["consistency/ratio_abs_dev_max"] <= tolerance
         assert loss.means["train/clip_fraction"] == 0
         assert all(value.isfinite() for value in (loss.means | loss.maxima).values())
+
+
+def test_without_old_log_probabilities_the_ratio_is_one_and_the_difference_is_the_engines():
+    algorithm, model = build(clip_range=1e-5), ToyModel()
+    trajectory = rollout(algorithm, model)
+    trajectory.log_probs = trajectory.log_probs + 0.25  # an engine that computes otherwise
+    trajectory.old_log_probs = None
+    advantages = advantages_of(algorithm, trajectory)
+    for batch in algorithm.micro_batches(trajectory, advantages, 8, iteration=0):
+        model.zero_grad()
+        predicted = velocity(model, batch)
+        loss = algorithm.loss(batch, predicted)
+        gradient = torch.autograd.grad(loss.value, list(model.parameters()), retain_graph=True)
+        policy_gradient = -(batch.advantages * algorithm.log_prob(batch, predicted)).mean()
+        torch.testing.assert_close(gradient, torch.autograd.grad(policy_gradient, list(model.parameters())))
+        assert loss.means["train/clip_fraction"] == 0
+        assert loss.means["consistency/log_prob_abs_diff_mean"] == pytest.approx(0.25, rel=1e-4)
+        assert loss.maxima["consistency/ratio_abs_dev_max"] == pytest.approx(1 - math.exp(-0.25), rel=1e-3)
 
 
 def test_accumulated_gradient_is_the_gradient_of_the_whole_batch():
@@ -150,7 +170,7 @@ def test_a_failed_sample_leaves_no_trace_in_the_gradient():
         return [p.grad.clone() for p in moved.parameters()]
 
     before = gradient()
-    trajectory.log_probs[2] += 7.0
+    trajectory.old_log_probs[2] += 7.0
     torch.testing.assert_close(gradient(), before, atol=0, rtol=0)
 
 

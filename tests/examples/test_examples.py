@@ -25,7 +25,7 @@ SCRIPTS = [
         ("quickstart/flow_matching.yaml", [1]),
         ("qwen_image/flow_grpo_ocr.yaml", [8, 32]),
         ("qwen_image/flowgrpo_judge.yaml", [4]),
-        ("qwen_image/flowgrpo_judge_tiny.yaml", [1, 2]),
+        ("qwen_image/flowgrpo_judge_tiny.yaml", [2, 4]),
     ],
 )
 def test_settings_are_valid(name, processes, monkeypatch, tmp_path):

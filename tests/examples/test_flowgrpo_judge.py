@@ -32,7 +32,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).
 
 
 class Outcome:
-    def __init__(self, folder: Path, *arguments: str, status: int = 0):
+    def __init__(self, folder: Path, *arguments: str, status: int = 0, gpus: str | None = None):
         """Runs the script on stand-ins."""
         tools = folder / "venv/bin"
         tools.mkdir(parents=True)
@@ -49,6 +49,9 @@ class Outcome:
             "PROMPTS": str(folder / "prompts.txt"),
             "TORCHRUN_STATUS": str(status),
         }
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+        if gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpus
         self.folder = folder
         self.done = subprocess.run(
             ["bash", SCRIPT, *arguments],
@@ -109,6 +112,33 @@ def test_a_failure_of_training_is_the_scripts_and_ends_the_judge(tmp_path):
     assert outcome.done.returncode == 3
     with pytest.raises(ProcessLookupError):
         os.kill(outcome.of("vllm")[2], 0)
+
+
+@pytest.mark.parametrize(("placement", "judge"), [("colocated", "2 3 5 7"), ("separate", "GPU-8f")])
+def test_the_gpus_that_a_scheduler_gave_are_taken(placement, judge, tmp_path):
+    outcome = Outcome(tmp_path, "full", placement, gpus="2,3,5,7,GPU-8f,9")
+    assert outcome.of("torchrun")[1] == ["2", "3", "5", "7"]
+    assert outcome.of("vllm")[1] == judge.split()
+
+
+@pytest.mark.parametrize(("placement", "gpus"), [("colocated", "1,2,3"), ("separate", "0,1,2,3")])
+def test_too_few_gpus_are_refused(placement, gpus, tmp_path):
+    outcome = Outcome(tmp_path, "full", placement, gpus=gpus)
+    assert outcome.done.returncode == 2
+    assert f"CUDA_VISIBLE_DEVICES={gpus} names" in outcome.done.stderr
+
+
+def test_a_proxy_is_not_asked_for_the_judge(tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert Outcome(tmp_path, "full", "separate").done.returncode == 0
+
+
+def test_a_judge_that_cannot_start_ends_the_script_with_its_last_words(tmp_path, monkeypatch):
+    monkeypatch.setitem(STAND_INS, "vllm", "sys.exit('no memory')\n")
+    outcome = Outcome(tmp_path, "full", "separate")
+    assert outcome.done.returncode == 1
+    assert "The judge has ended" in outcome.done.stderr and "no memory" in outcome.done.stderr
 
 
 @pytest.mark.parametrize("arguments", [[], ["full"], ["full", "elsewhere"], ["some", "separate"]])

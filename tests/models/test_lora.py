@@ -28,6 +28,7 @@ from megatron_omni.models.layers.lora import (
     add_adapters,
 )
 from megatron_omni.models.qwen_image.mapping import MAPPING
+from megatron_omni.parallel.pipeline import ForwardPipeline
 from megatron_omni.parallel.state import Layout, form_groups, initialize
 from megatron_omni.sampling.guidance import Guidance
 from megatron_omni.training.optimizer import build_optimization
@@ -204,7 +205,10 @@ def check_layout(
     config = layouts.lossless(parallel)
     config.optimizer.clip_grad = 1e9  # so that the norm is taken
     optimization = build_optimization(config, chunks)
-    updater = Updater(optimization, algorithm, guidance, layouts.embeddings, "9-9-1", size, None, layout)
+    policy = ForwardPipeline(chunks, guidance.forward, torch.float32)
+    updater = Updater(
+        optimization, policy, algorithm, guidance, layouts.embeddings, "9-9-1", size, None, layout
+    )
     share = len(batches) // layout.data_size
     here = slice(layout.data_rank * share, (layout.data_rank + 1) * share)
     result = updater.step(batches[here])

@@ -169,7 +169,7 @@ def check_layout(
     policy = ForwardPipeline(chunks, guidance.forward, torch.float32)
     optimization = build_optimization(lossless(parallel), chunks)
     algorithm = WeightedSum()
-    updater = Updater(optimization, algorithm, guidance, embeddings, "9-9-1", size, None, layout)
+    updater = Updater(optimization, policy, algorithm, guidance, embeddings, "9-9-1", size, None, layout)
 
     def lane(batch: TrainingBatch):
         return (yield updater._inputs(batch))

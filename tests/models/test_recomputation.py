@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_omni.config.schema import ModelConfig, ParallelConfig
 from megatron_omni.models.base import ImageSize
 from megatron_omni.models.qwen_image.mapping import MAPPING
+from megatron_omni.parallel.pipeline import ForwardPipeline
 from megatron_omni.parallel.state import Layout, form_groups
 from megatron_omni.sampling.guidance import Guidance
 from megatron_omni.training.optimizer import build_optimization
@@ -97,7 +98,9 @@ def update(layout: Layout, parallel: ParallelConfig, model: ModelConfig) -> dict
         chunk.load_state_dict(to_megatron(diffusers_model.state_dict(), chunk, MAPPING))
         chunks.append(chunk)
     optimization = build_optimization(lossless(parallel), chunks)
-    updater = Updater(optimization, WeightedSum(), Guidance(), embeddings, "9-9-1", size, None, layout)
+    guidance = Guidance()
+    policy = ForwardPipeline(chunks, guidance.forward, torch.float32)
+    updater = Updater(optimization, policy, WeightedSum(), guidance, embeddings, "9-9-1", size, None, layout)
     updater.step(make_batches(size, [[7, 4], [2, 3], [5, 5], [6, 1]]))
     return {
         name: parameter.main_grad.clone()

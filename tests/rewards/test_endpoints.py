@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_omni.rewards import endpoints
 from megatron_omni.rewards.base import Unscored
-from megatron_omni.rewards.endpoints import Endpoints, TransientError
+from megatron_omni.rewards.endpoints import Endpoints, TransientError, is_local
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +72,17 @@ def test_other_errors_are_not_tried_again():
     with pytest.raises(Unscored, match=r"^no$"):
         Endpoints(["one", "two"], 5).call(request)
     assert len(sent) == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        ("localhost", True), ("127.0.0.1", True), ("127.1.2.3", True), ("[::1]", True),
+        ("10.0.0.1", False), ("judge", False), ("localhost.example.org", False),
+    ],
+)  # fmt: skip
+def test_local_addresses_are_known(host, local):
+    assert is_local(f"http://{host}:8000/v1") == local
 
 
 def test_load_is_spread():

@@ -138,6 +138,14 @@ def test_all_servers_must_have_the_same_reward_and_one_must_answer(colours, mish
         pool.check_prompts(rows(1))
 
 
+def test_a_proxy_is_not_asked_for_a_server_on_this_host(colours, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with client(colours.url) as pool:
+        pool.check_prompts(rows(1))
+        assert pool.submit(reds(2), rows(2)).result().valid.all()
+
+
 def test_batches_cut_off_by_a_killed_server_are_scored_by_its_successor():
     slow = [{"prompt": "", "do": "sleep", "seconds": 0.5} for _ in range(4)]
     with Server(MISHAPS) as first, client(first.url, retries=5) as pool:

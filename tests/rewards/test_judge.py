@@ -300,6 +300,14 @@ def test_it_is_checked_at_the_start_that_a_server_has_the_model():
         pool.check_prompts([ROW])
 
 
+def test_a_proxy_is_not_asked_for_a_judge_on_this_host(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with JudgeServer(by_pixel) as server:
+        ScoreJudge.from_options(options(server.url)).check_prompts([ROW])
+        assert judged(server)[1] == ""
+
+
 def test_a_prompt_without_text_to_draw_is_an_error_of_the_ocr_judge():
     judge = OcrJudge.from_options(options("http://127.0.0.1:9/v1"))
     judge.check_prompt(ROW)

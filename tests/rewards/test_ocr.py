@@ -125,10 +125,26 @@ def test_a_prompt_without_quoted_text_is_an_error_that_shows_it(reward, prompt):
         ("the dog's sign 'It's open' here", "It's open"),
         ("""the dogs' sign "Don't 'park'" here""", "Don't 'park'"),
         ('"Stop", then "Go"', "Stop Go"),
+        ('a 12" pizza with the word "OPEN"', "OPEN"),
+        ('a 12" by 14" frame around "GATE 7", "8" and a 3½" disk', "GATE 7 8"),
+        ("a 6' man with a 12\" and a 14\" pizza and the word 'OPEN'", "OPEN"),
+        ("a 12” pizza with the word “OPEN”", "OPEN"),
+        ('一块写着"营业中"的招牌', "营业中"),
     ],
 )
 def test_the_quoted_text_is_found(prompt, text):
     assert quoted_text(prompt) == text
+
+
+WORDS = st.text("abcABC 019,.é中", min_size=1, max_size=8).map(str.strip).filter(bool)
+QUOTES = ['""', "“”"]
+INCHES = st.from_regex(r'[0-9]+(\.[0-9])?["”](x[0-9]+["”])?', fullmatch=True)
+
+
+@given(st.lists(st.tuples(st.sampled_from(QUOTES), WORDS) | WORDS | INCHES))
+def test_all_that_is_quoted_and_nothing_else_is_found_among_words_and_inches(parts):
+    prompt = " ".join(part if isinstance(part, str) else part[1].join(part[0]) for part in parts)
+    assert quoted_text(prompt) == " ".join(part[1] for part in parts if not isinstance(part, str))
 
 
 @given(st.text(min_size=1).filter(lambda t: "".join(t.casefold().split())), st.text(), st.text())

@@ -17,6 +17,7 @@ from megatron_omni.config.schema import Config, LoraConfig, ModelConfig, Optimiz
 from megatron_omni.models.base import ImageSize
 from megatron_omni.models.layers.lora import add_adapters
 from megatron_omni.models.qwen_image.mapping import MAPPING
+from megatron_omni.parallel.pipeline import ForwardPipeline
 from megatron_omni.parallel.state import Layout, form_groups
 from megatron_omni.sampling.guidance import Guidance
 from megatron_omni.training.memory import SavedTensors, Workload, estimate, peak_in_flight
@@ -82,7 +83,9 @@ def train(layout: Layout, config: Config, optimization: Optimization, workload: 
     def embeddings(prompts: list[str]) -> list[Tensor]:
         return [torch.zeros(workload.text_tokens, hidden) for _ in prompts]
 
-    updater = Updater(optimization, WeightedSum(), Guidance(), embeddings, "", size, None, layout)
+    guidance = Guidance()
+    policy = ForwardPipeline(optimization.chunks, guidance.forward, torch.float32)
+    updater = Updater(optimization, policy, WeightedSum(), guidance, embeddings, "", size, None, layout)
     weights = [weight for chunk in optimization.chunks for weight in chunk.parameters()]
     with SavedTensors(weights) as saved:
         for chunk in optimization.chunks:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_omni.config.io import to_yaml
 from megatron_omni.config.schema import Config, LoggingConfig
 from megatron_omni.errors import UserError
 from megatron_omni.training.health import read_health
@@ -98,6 +99,12 @@ def test_a_reward_that_only_its_own_judge_sees_rising_is_called_out(tmp_path):
     assert "Possible reward hacking" in page.text and "Watch: 1 thing to look at" in page.text
 
 
+SOUND = {
+    "train/loss": 0.0, "train/grad_norm": 1.0, "reward/failed": 0, "train/advantage_zero_fraction": 0.1,
+    "consistency/log_prob_abs_diff_max": 0.0,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("metrics", "title"),
     [
@@ -108,12 +115,25 @@ def test_a_reward_that_only_its_own_judge_sees_rising_is_called_out(tmp_path):
     ],
 )
 def test_each_symptom_is_named(tmp_path, metrics, title):
-    sound = {
-        "train/loss": 0.0, "train/grad_norm": 1.0, "reward/failed": 0, "train/advantage_zero_fraction": 0.1,
-        "consistency/log_prob_abs_diff_max": 0.0,
-    }  # fmt: skip
-    assert "watch" not in _levels(_log(tmp_path / "sound", [sound] * 12)).values()
-    assert _levels(_log(tmp_path / "sick", [sound | metrics] * 12))[title] == "watch"
+    assert "watch" not in _levels(_log(tmp_path / "sound", [SOUND] * 12)).values()
+    assert _levels(_log(tmp_path / "sick", [SOUND | metrics] * 12))[title] == "watch"
+
+
+@pytest.mark.parametrize(
+    ("recompute", "title", "level"),
+    [
+        (True, "The engine rounds otherwise", "note"),
+        (False, "Sampling and training disagree", "watch"),
+    ],
+)
+def test_an_engine_that_rounds_otherwise_is_to_be_watched_if_ratios_start_from_it(
+    tmp_path, recompute, title, level
+):
+    config = Config()
+    config.rollout.rollout_engine, config.vllm_omni.recompute_log_probs = "vllm_omni", recompute
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    rows = [SOUND | {"consistency/log_prob_abs_diff_max": 1e-3}] * 12
+    assert _levels(_log(tmp_path, rows))[title] == level
 
 
 def test_a_gradient_spike_is_named(tmp_path):

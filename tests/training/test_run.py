@@ -1,6 +1,7 @@
 """Whole runs: exact replay, layouts that agree, and outputs where the manual says."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from diffusers import QwenImagePipeline
 from PIL import Image
 
+from megatron_omni.rollout.megatron.engine import MegatronEngine
 from megatron_omni.sampling.seeds import derive_seed, generator
 from tests.models.pipeline_builder import tiny_pipeline_folder
 from tests.training.command_line import arguments, assert_close, launch, metrics, reproducible
@@ -104,6 +106,42 @@ def test_every_layout_gives_the_run_of_one_process(reference, model, tmp_path, p
         assert row["consistency/log_prob_abs_diff_max"] == 0
     # Three updates at a high rate let rounding grow, but not far.
     assert_close(rows, reproducible(metrics(reference)), tolerance=2e-3)
+
+
+class InexactEngine(MegatronEngine):
+    """Its log-probabilities are as far off as another engine's could be."""
+
+    def draw(self, micro_batches):
+        for trajectory in super().draw(micro_batches):
+            error = torch.randn(trajectory.log_probs.shape, generator=generator(0, "error")) / 10
+            yield replace(trajectory, log_probs=trajectory.log_probs + error, old_log_probs=None)
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (1, {}),
+        (1, {"updates_per_iteration": 4, "lora_rank": 2, "kl_coefficient": 0.1}),
+        (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    ],
+)
+def test_an_engines_inexact_log_probabilities_are_measured_and_change_nothing(
+    model, tmp_path, processes, flags
+):
+    flags = {"updates_per_iteration": 2, "train_iters": 2, "clip_range": 1e-6} | flags
+    exact, inexact = [], []
+    for rows, engine in ((exact, "megatron"), (inexact, f"{__name__}:InexactEngine")):
+        folder = tmp_path / str(len(exact))
+        outcomes = launch(arguments(model, folder, rollout_engine=engine, **flags), processes)
+        assert [outcome.status for outcome in outcomes] == [0] * processes, outcomes
+        rows += reproducible(metrics(folder))
+    for one, other in zip(exact[1:], inexact[1:], strict=True):
+        assert one["train/clip_fraction"] > 0  # of the later updates: ratios do count
+        assert one.pop("consistency/log_prob_abs_diff_max") == 0
+        assert 0.05 < other.pop("consistency/log_prob_abs_diff_max") < 1
+        for name in ("consistency/log_prob_abs_diff_mean", "consistency/ratio_abs_dev_max"):
+            assert one.pop(name) == 0 < other.pop(name)
+    assert exact == inexact
 
 
 @pytest.mark.parametrize("flags", [{"recompute_granularity": "full"}, {"recompute_granularity": "selective"}])

@@ -153,7 +153,7 @@ def measure(config: Config, workload: Workload) -> tuple[Traffic, Traffic]:
     layout = form_groups(config.parallel, config.training.seed, torch.device("cpu"))
     chunks = build_chunks(workload.qwen, config, layout)
     policy = build_policy(config, chunks)
-    updater = build_updater(workload, config, layout, chunks, torch.linspace(1, 0, PASSES + 1))
+    updater = build_updater(workload, config, layout, policy, torch.linspace(1, 0, PASSES + 1))
     batches = workload.batches(layout)
 
     def lane(inputs: Any) -> Lane[None]:

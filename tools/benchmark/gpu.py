@@ -173,13 +173,12 @@ class Loop:
         sigmas = pipeline.sigmas(config.rollout.num_inference_steps, size)
         workload = Workload(scale.qwen, size, ())
         chunks = build_chunks(scale.qwen, config, layout)
+        policy = build_policy(config, chunks)
         self.algorithm = FlowGrpo(config, sigmas)
-        self.updater = build_updater(workload, config, layout, chunks, sigmas)
+        self.updater = build_updater(workload, config, layout, policy, sigmas)
         weights = PolicyWeights(chunks, MAPPING, config.lora, lambda: None)
         embeddings = workload.embeddings(layout.device)
-        self.engine = MegatronEngine(
-            EngineParts(config, layout, build_policy(config, chunks), weights, pipeline, embeddings)
-        )
+        self.engine = MegatronEngine(EngineParts(config, layout, policy, weights, pipeline, embeddings))
 
     def iterate(self, rows: int) -> tuple[float, float]:
         """Seconds of drawing one micro-batch of `rows` images, and of training on all its steps."""

@@ -123,7 +123,7 @@ def measure_case(case: Case, forward: float) -> list[tuple[float, float]]:
     workload = Workload(QWEN, ImageSize(2, 2), ((2,),) * case.micro_batches)
     chunks = build_chunks(QWEN, config, layout)
     policy = build_policy(config, chunks)
-    updater = build_updater(workload, config, layout, chunks, torch.linspace(1, 0, 3))
+    updater = build_updater(workload, config, layout, policy, torch.linspace(1, 0, 3))
     batches = workload.batches(layout)
     updater.step(batches[: case.stages])  # the first step sets things up
 

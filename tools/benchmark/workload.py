@@ -99,11 +99,12 @@ def build_chunks(qwen: QwenImageConfig, config: Config, layout: Layout) -> list[
 
 
 def build_updater(
-    workload: Workload, config: Config, layout: Layout, chunks: list[QwenImageModel], sigmas: Tensor
+    workload: Workload, config: Config, layout: Layout, policy: ForwardPipeline, sigmas: Tensor
 ) -> Updater:
-    """Flow-GRPO on `chunks`; `sigmas` as for the sampler."""
+    """Flow-GRPO on the model of `policy`; `sigmas` as for the sampler."""
     return Updater(
-        build_optimization(config, chunks),
+        build_optimization(config, policy.chunks),
+        policy,
         FlowGrpo(config, sigmas),
         Guidance(),
         workload.embeddings(layout.device),

@@ -66,5 +66,6 @@ class MegatronEngine(MicroBatchEngine):
             log_probs=path.log_probs,
             images=self.pipeline.decode_latents(path.clean_latents, self.size).cpu(),
             weight_version=self.weight_version,
+            old_log_probs=path.log_probs,
             means=path.means,
         )

@@ -194,6 +194,7 @@ class VllmOmniEngine:
         def stacked(name: str) -> Tensor:
             return torch.from_numpy(np.stack([sample[name] for sample in samples])).to(self.layout.device)
 
+        log_probs = stacked("log_probs")
         return Trajectory(
             prompts=[request.prompt for request in requests],
             prompt_id=torch.tensor([request.prompt_id for request in requests]),
@@ -203,9 +204,10 @@ class VllmOmniEngine:
             next_latents=stacked("next_latents"),
             sigmas=stacked("sigmas"),
             next_sigmas=stacked("next_sigmas"),
-            log_probs=stacked("log_probs"),
+            log_probs=log_probs,
             images=stacked("image").cpu(),
             weight_version=self.weight_version,
+            old_log_probs=None if self.config.vllm_omni.recompute_log_probs else log_probs,
             means=stacked("means") if requests[0].record_means else None,
         )
 

@@ -20,8 +20,6 @@ ERROR = 1e-5
 """Of log-probabilities, against sampling in place."""
 SEEDS = (1, 2)
 TIMEOUT = 300
-
-
 calls = count()
 
 
