@@ -56,7 +56,7 @@ def finish(runs: list[subprocess.Popen]) -> list[int | None]:
     return statuses
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def alone(model_folder, tmp_path_factory) -> dict[int, list[dict[str, float]]]:
     """Metrics of each run by itself, which samples in place."""
     rows = {}
@@ -68,8 +68,7 @@ def alone(model_folder, tmp_path_factory) -> dict[int, list[dict[str, float]]]:
     return rows
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-def test_each_of_two_runs_on_one_host_is_what_it_is_alone(model_folder, tmp_path, alone, transport):
+def test_each_of_two_runs_on_one_host_is_what_it_is_alone(model_folder, tmp_path, alone):
     folders = {seed: tmp_path / str(seed) for seed in SEEDS}
     (tmp_path / "meeting").mkdir()
     runs = []
@@ -81,7 +80,6 @@ def test_each_of_two_runs_on_one_host_is_what_it_is_alone(model_folder, tmp_path
                 seed=seed,
                 rollout_engine="vllm_omni",
                 rollout_python=PYTHON,
-                weight_transfer=transport,
                 weight_transfer_bucket_mib=1,
                 reward=f"{__name__}:{brightness_in_step.__name__}",
                 reward_timeout=TIMEOUT,
