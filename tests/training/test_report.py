@@ -88,6 +88,13 @@ def test_a_healthy_run_is_called_healthy_and_shows_all_sections(healthy):
     assert "watch" not in _levels(healthy).values()
 
 
+def test_several_rewards_are_named(tmp_path):
+    config = Config()
+    config.reward.reward = {"judge_ocr": 1.0, "brightness": 0.5}
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert "reward judge_ocr + brightness" in _report(_log(tmp_path, [SOUND] * 12)).text
+
+
 def test_a_collapsing_run_is_to_be_watched_for_the_right_reasons(tmp_path):
     levels = _levels(write_run(tmp_path / "run", "collapsing"))
     watched = {title for title, level in levels.items() if level == "watch"}
