@@ -103,8 +103,7 @@ class Run:
         size = len(trajectory) // steps
         all_at_once = self.algorithm.needs_all_rewards or size % group  # a group may be in two steps
         scored = len(trajectory) if all_at_once else size
-        updates = [trajectory.rows(begin, begin + size) for begin in range(0, len(trajectory), size)]
-        self._replay(updates[1:])
+        samples = self._samples_of_steps(trajectory, size)
         self.rewards, self.zero_fractions, self.updates = [], [], []
         for start in range(0, len(trajectory), scored):
             with self.phase("reward_wait"):
@@ -117,7 +116,7 @@ class Run:
             first = self.layout.data_rank * scored - start
             for begin in range(start, start + scored, size):
                 own = advantages.rows(first + begin, first + begin + size)
-                yield updates[begin // size], own
+                yield samples[begin // size], own
 
     def update(self, trajectory: Trajectory, advantages: Advantages, iteration: int) -> None:
         """One optimizer step."""
@@ -262,16 +261,19 @@ class Run:
         optimization.gather_parameters()
         export_hf(optimization.modules, family.mapping, source, target, family.transformer_folder)
 
-    def _replay(self, later_updates: list[Trajectory]) -> None:
-        """Gives the samples old log-probabilities, if their engine has not: those under the current weights.
+    def _samples_of_steps(self, trajectory: Trajectory, size: int) -> list[Trajectory]:
+        """`size` samples each, with old log-probabilities under the current weights if the engine gave none.
 
-        The first update computes its own as it trains.
+        The first step computes its own as it trains.
         """
-        size = self.config.training.micro_batch_size
-        for samples in later_updates:
-            if self.algorithm.has_ratio and samples.old_log_probs is None:
-                with self.phase("log_probs"):
-                    samples.old_log_probs = self.parts.updater.log_probs(samples, size)
+        samples = [trajectory.rows(begin, begin + size) for begin in range(0, len(trajectory), size)]
+        if self.algorithm.has_ratio and trajectory.old_log_probs is None and len(samples) > 1:
+            later = trajectory.rows(size, len(trajectory))
+            with self.phase("log_probs"):
+                old = self.parts.updater.log_probs(later, self.config.training.micro_batch_size)
+            for step, log_probs in zip(samples[1:], old.split(size), strict=True):
+                step.old_log_probs = log_probs
+        return samples
 
     def _rewards(self, trajectory: Trajectory) -> GlobalRewards:
         """Of these samples, the next ones that were submitted, of all processes."""
