@@ -17,7 +17,7 @@ FLOORS = [
     {"algorithms", "rollout", "rewards", "data"},
     {"models", "sampling", "checkpoint"},
     {"parallel", "platforms", "config"},
-    {"errors", "registry", "cache", "wire"},
+    {"errors", "registry", "cache", "wire", "ports"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -23,7 +23,7 @@ trap 'exit 1' INT TERM HUP
 start_judge() {
     local model=$1 name=$2; shift 2
     local python="$ROLLOUT_VENV/bin/python" port
-    port=$("$python" -c 'import socket; print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')
+    port=$("$python" -c 'from megatron_omni.ports import free_port; print(free_port())')
     echo "Starting the judge (log: $judge_log) ..."
     "$ROLLOUT_VENV/bin/vllm" serve "$model" --served-model-name "$name" --host 127.0.0.1 --port "$port" \
         --limit-mm-per-prompt.image 1 --limit-mm-per-prompt.video 0 --max-model-len 4096 \

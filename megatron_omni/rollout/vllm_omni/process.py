@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -20,6 +21,8 @@ GRACE = 20.0
 """Seconds that an engine has to end in order."""
 LAST_WORDS = 1000
 """Characters of the log of an engine that has ended."""
+ERROR = re.compile(r"^(?:\(.*?\) )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)", re.MULTILINE)
+"""What ends a traceback, after the name of the worker whose it is."""
 
 
 class Host(ABC):
@@ -108,7 +111,7 @@ class EngineProcess(Host):
         while not self.ready_file.exists():
             if self.process.poll() is not None:
                 if not self.was_ready:
-                    raise UserError(f"the rollout engine cannot start:\n{self.last_words()}")
+                    raise UserError(f"the rollout engine cannot start:\n{self._cause()}{self.last_words()}")
                 raise EngineLostError("the rollout engine ended while starting")
             if time.monotonic() > deadline:
                 raise EngineLostError(
@@ -140,6 +143,11 @@ class EngineProcess(Host):
                 time.sleep(POLL)
         self.kill()
         self.folder.cleanup()
+
+    def _cause(self) -> str:
+        """The first error of an engine that cannot start; its last words tell of those that followed."""
+        error = ERROR.search(self.log.read_text(errors="replace"))
+        return f"{error[1]}\n...\n" if error else ""
 
     def _is_running(self) -> bool:
         """It or one of its workers."""

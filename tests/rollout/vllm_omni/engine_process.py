@@ -4,11 +4,11 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import requests
@@ -22,6 +22,7 @@ from megatron_omni.rollout.vllm_omni.transport import Bucket, PushResult, open_s
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / os.environ.get("ROLLOUT_VENV", ".venv-rollout") / "bin/python"
 START_TIMEOUT = 300
+T = TypeVar("T")
 
 
 def launch(model: Path, folder: Path, *options: str) -> subprocess.Popen:
@@ -107,3 +108,12 @@ def _checked(response: requests.Response) -> requests.Response:
 
 def ended(processes: list[psutil.Process], timeout: float = 60) -> bool:
     return not psutil.wait_procs(processes, timeout)[1]
+
+
+def eventually(ask: Callable[[], T], timeout: float = 60) -> T:
+    """Its first answer that is true."""
+    deadline = time.monotonic() + timeout
+    while not (answer := ask()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return answer

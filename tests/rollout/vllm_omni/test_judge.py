@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from megatron_omni.errors import UserError
+from megatron_omni.ports import free_port
 from megatron_omni.rewards.pool import RewardPool
 from megatron_omni.rollout.vllm_omni.cpu import ENVIRONMENT
 from tests.models.vl_builder import build_tiny_qwen_vl
@@ -33,9 +33,7 @@ class VllmServer:
 
     def __init__(self, model: Path, log: Path):
         self.model, self.log = model, log
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.start()
 
     @property

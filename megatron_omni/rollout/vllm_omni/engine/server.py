@@ -14,6 +14,7 @@ Errors are {"error": message}, with status 400 for what the caller did wrong and
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import select
 import signal
@@ -27,6 +28,7 @@ from typing import Any
 from megatron_omni import wire
 from megatron_omni.errors import UserError
 from megatron_omni.platforms import current_platform
+from megatron_omni.ports import free_port
 from megatron_omni.rollout.vllm_omni import cpu
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -64,6 +66,8 @@ def main() -> None:
 
 def fail(reason: str) -> None:
     print(f"the rollout engine cannot start: {reason}", file=sys.stderr)
+    for worker in multiprocessing.active_children():
+        worker.kill()  # one that waits for another that has failed heeds nothing else
     sys.exit(2)
 
 
@@ -108,6 +112,7 @@ def prepare_environment() -> None:
     defaults = ENVIRONMENT | (cpu.ENVIRONMENT if current_platform().name == "cpu" else {})
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    os.environ["MASTER_PORT"] = str(free_port())  # the workers', who come to use it much later
 
 
 async def run(arguments: argparse.Namespace, listener: socket.socket) -> None:

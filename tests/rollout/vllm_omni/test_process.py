@@ -1,0 +1,26 @@
+"""An engine that the trainer starts, and that cannot start."""
+
+import socket
+from contextlib import closing
+
+import psutil
+import pytest
+
+from megatron_omni.config.schema import VllmOmniConfig
+from megatron_omni.errors import UserError
+from megatron_omni.rollout.vllm_omni.process import EngineProcess
+from tests.rollout.vllm_omni.engine_process import PYTHON, ended, eventually
+
+pytestmark = pytest.mark.xdist_group("vllm_omni")
+
+
+@pytest.mark.slow
+def test_it_ends_and_says_why_when_one_worker_cannot_start_and_the_other_waits_for_it(model_folder):
+    settings = VllmOmniConfig(rollout_python=str(PYTHON), rollout_tensor_parallel_size=2, rollout_timeout=100)
+    with closing(EngineProcess(settings, str(model_folder), bf16=False, devices={})) as engine:
+        server = psutil.Process(engine.process.pid)
+        workers = eventually(lambda: len(server.children()) == 3 and server.children())  # and a tracker
+        with socket.create_server(("", int(workers[-1].environ()["MASTER_PORT"]))):
+            with pytest.raises(UserError, match=r"cannot start:\n.*EADDRINUSE(.|\n)*Orchestrator init"):
+                engine.open()
+            assert ended(workers, timeout=10)
