@@ -69,12 +69,11 @@ def question(request: dict) -> str:
 class JudgeServer:
     """Calls `script` with each chat request. Can stop and start again on its port."""
 
-    def __init__(self, script: Callable[[dict], Reply]):
-        self.script = script
+    def __init__(self, script: Callable[[dict], Reply], port: int = 0):
+        self.script, self.port = script, port
         self.requests: list[dict] = []
         self.in_flight = self.most_in_flight = 0
         self.lock = threading.Lock()
-        self.port = 0
         self.start()
 
     @property
@@ -120,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        assert self.path == "/v1/models"
+        assert self.path in ("/v1/models", "/health")
         self._send(Reply(body={"object": "list", "data": [{"id": MODEL, "object": "model"}]}))
 
     def do_POST(self) -> None:
