@@ -38,6 +38,7 @@ from megatron_omni.rollout.vllm_omni.transport import (
 from megatron_omni.rollout.vllm_omni.transport.bucket import ALIGNMENT
 from megatron_omni.rollout.vllm_omni.transport.folder import FolderSender
 from tests.distributed import run_distributed
+from tests.rollout.vllm_omni.engine_process import PYTHON
 from tests.rollout.vllm_omni.receiving_worker import content, open_files, resident_bytes
 from tests.rollout.vllm_omni.workers import ROOT, Engine, WorkerError, update
 
@@ -138,9 +139,8 @@ def test_a_view_that_is_not_contiguous_arrives(engine: Engine, folder: Path):
     assert engine.received == [content(tensors)] * len(engine.workers)
 
 
-@pytest.mark.skipif(not (ROOT / ".venv-rollout/bin/python").exists(), reason="needs the rollout environment")
 def test_workers_may_run_in_the_rollout_environment(kind: str, folder: Path):
-    engine = Engine(2, ROOT / ".venv-rollout/bin/python")
+    engine = Engine(2, PYTHON)
     try:
         tensors = [("a", torch.randn(100, 7).bfloat16()), ("b", torch.randn(999))]
         with sender_for(kind, engine, folder, 2000) as sender:
