@@ -19,8 +19,13 @@ def test_it_ends_and_says_why_when_one_worker_cannot_start_and_the_other_waits_f
     settings = VllmOmniConfig(rollout_python=str(PYTHON), rollout_tensor_parallel_size=2, rollout_timeout=100)
     with closing(EngineProcess(settings, str(model_folder), bf16=False, devices={})) as engine:
         server = psutil.Process(engine.process.pid)
-        workers = eventually(lambda: len(server.children()) == 3 and server.children())  # and a tracker
-        with socket.create_server(("", int(workers[-1].environ()["MASTER_PORT"]))):
+
+        def port_of_workers() -> str | None:
+            family = server.children()
+            return family[-1].environ().get("MASTER_PORT") if len(family) == 3 else None  # with a tracker
+
+        with socket.create_server(("", int(eventually(port_of_workers)))):
+            family = server.children()
             with pytest.raises(UserError, match=r"cannot start:\n.*EADDRINUSE(.|\n)*Orchestrator init"):
                 engine.open()
-            assert ended(workers, timeout=10)
+            assert ended(family, timeout=10)
