@@ -150,13 +150,13 @@ class EngineProcess(Host):
         return f"{error[1]}\n...\n" if error else ""
 
     def _is_running(self) -> bool:
-        """It or one of its workers."""
-        self.process.poll()
-        try:
-            os.killpg(self.process.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
+        """It or one of its workers. Zombies are not: in a container there may be nobody to take them away."""
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # it has ended meanwhile
+                state, _, group = file.read_text(errors="replace").rpartition(")")[2].split()[:3]
+                if int(group) == self.process.pid and state != "Z":
+                    return True
+        return False
 
     def _start(self) -> None:
         command = [

@@ -107,7 +107,20 @@ def _checked(response: requests.Response) -> requests.Response:
 
 
 def ended(processes: list[psutil.Process], timeout: float = 60) -> bool:
-    return not psutil.wait_procs(processes, timeout)[1]
+    """Whether all of them do in time. That nobody has taken a zombie away yet is not theirs."""
+
+    def is_left(process: psutil.Process) -> bool:
+        try:
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + timeout
+    while left := any(is_left(process) for process in processes):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return not left
 
 
 def eventually(ask: Callable[[], T], timeout: float = 60) -> T:

@@ -206,7 +206,7 @@ def losing_engines(settings: Config) -> list[float]:
     family = [scene.process(), *scene.process().children(recursive=True)]
     shared = {map.path for each in family for map in each.memory_maps() if map.path.startswith("/dev/shm")}
     engine.close()
-    assert ended(family, timeout=10)
+    assert ended(family, timeout=1)
     assert shared and not any(Path(path).exists() for path in shared)
     return restarts
 
