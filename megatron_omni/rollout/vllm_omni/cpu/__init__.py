@@ -3,6 +3,8 @@
 vLLM itself runs on CPUs; vLLM-Omni 0.30 has no such platform. Importing this module imports neither.
 """
 
+import gc
+
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the default is half of the memory
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several engines may share the cores
@@ -24,6 +26,7 @@ def prepare() -> None:
     """Entry point of `vllm_omni.general_plugins`, called in every process before it loads a model."""
     from vllm.platforms import current_platform
 
+    gc.freeze()  # what is imported stays: neither sampling nor an end in order need look through it
     if current_platform.is_cpu():
         from vllm.model_executor.layers.linear import LinearBase
 

@@ -13,6 +13,7 @@ Errors are {"error": message}, with status 400 for what the caller did wrong and
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -130,6 +131,7 @@ async def run(arguments: argparse.Namespace, listener: socket.socket) -> None:
         await uvicorn.Server(options).serve(sockets=[listener])
     finally:
         engine.omni.shutdown()
+        gc.freeze()  # or the interpreter would look through all of vLLM for garbage, for seconds
 
 
 def write_ready_file(path: Path, url: str) -> None:
