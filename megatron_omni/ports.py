@@ -1,6 +1,7 @@
 """TCP ports for servers that are told theirs, and take long to start."""
 
 import socket
+from contextlib import suppress
 from pathlib import Path
 from random import SystemRandom
 
@@ -17,10 +18,7 @@ def free_port() -> int:
     first, last = map(int, EPHEMERAL.read_text().split())
     ports = [*range(LOWEST, first), *range(last + 1, HIGHEST + 1)] or range(LOWEST, HIGHEST + 1)
     for port in SystemRandom().sample(ports, len(ports)):  # a run's seed must not choose it
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-                return port
-            except OSError:
-                continue
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
     raise OSError(f"all ports from {LOWEST} to {HIGHEST} are taken")

@@ -17,8 +17,6 @@ ROOT = Path(__file__).parents[2]
 ERROR = 1e-4
 ITERATIONS = 3
 TIMEOUT = 600
-
-
 WHAT_RUNS = ("vllm serve", "pretrain_rl.py", "vLLM-Omni::DiffusionWorker")
 SCRIPTED_JUDGE = f"""#!{sys.executable}
 import sys, threading

@@ -116,11 +116,11 @@ def ended(processes: list[psutil.Process], timeout: float = 60) -> bool:
             return False
 
     deadline = time.monotonic() + timeout
-    while left := any(is_left(process) for process in processes):
+    while any(is_left(process) for process in processes):
         if time.monotonic() > deadline:
-            break
+            return False
         time.sleep(0.02)
-    return not left
+    return True
 
 
 def eventually(ask: Callable[[], T], timeout: float = 60) -> T:
